@@ -1,0 +1,84 @@
+# `make help` lists the targets. An environment is built when first needed, and updated when its lock file changes.
+PYTHON ?= python3
+PIP := -m pip --disable-pip-version-check -q
+PYTEST_ARGS ?=
+PROMPT ?= What is a neural processing unit?
+
+CORE := .venv/.ready
+NPU := .venv-npu/.ready
+SGLANG := .venv-sglang/.ready
+# Suites whose tests exist; "core" is everything that a plain pytest collects.
+SUITES := core $(if $(wildcard tests/npu/test_*.py),npu) $(if $(wildcard tests/engines/sglang/test_*.py),sglang)
+
+# Engines import thousands of modules in several processes: let Python keep what it compiles.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help demo test test-core test-npu test-sglang lint bench env-core env-npu env-sglang clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(CORE) ## make a tiny checkpoint and generate from it
+	rm -rf build/tiny
+	.venv/bin/kimi-k3-npu weights tiny build/tiny
+	.venv/bin/kimi-k3-npu generate --model build/tiny --prompt "$(PROMPT)" --max-new-tokens 24
+
+test: $(SUITES:%=test-%) ## run every suite, each in its own environment
+
+test-core: $(CORE) ## run what needs neither torch_npu nor an engine
+	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+# Otherwise `import torch` loads torch_npu by itself, before the tests have prepared CANN.
+test-npu: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
+test-npu: $(NPU) ## run tests/npu with the real torch_npu, no device needed
+	.venv-npu/bin/python -m pytest tests/npu $(PYTEST_ARGS)
+
+test-sglang: $(SGLANG) ## run tests/engines/sglang with the real SGLang on a CPU
+	.venv-sglang/bin/python -m pytest tests/engines/sglang $(PYTEST_ARGS)
+
+lint: $(CORE) ## ruff and mypy
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy kimi_k3_npu
+
+bench: $(CORE) ## run every script in benchmarks/
+	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do echo "== $$script"; .venv/bin/python $$script; done
+
+env-core: $(CORE) ## build .venv
+env-npu: $(NPU) ## build .venv-npu
+env-sglang: $(SGLANG) ## build .venv-sglang
+
+clean: ## remove environments, build output and caches
+	rm -rf .venv .venv-npu .venv-sglang build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# .venv*/.locked: torch with whatever its wheel needs on this machine, then exactly the lock file.
+.venv/.locked: lock := requirements/core.txt
+.venv-npu/.locked: lock := requirements/npu.txt
+.venv-sglang/.locked: lock := requirements/sglang.txt
+.venv/.locked .venv-npu/.locked: requirements/core.txt
+.venv-npu/.locked: requirements/npu.txt
+.venv-sglang/.locked: requirements/sglang.txt
+.venv/.locked .venv-npu/.locked .venv-sglang/.locked: requirements/constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP) install -c requirements/constraints.txt torch
+	$(@D)/bin/python $(PIP) install -c requirements/constraints.txt --no-deps -r $(lock)
+	touch $@
+
+# .venv*/.ready: the package itself, editable; again when its metadata changes.
+$(CORE) $(NPU) $(SGLANG): %/.ready: %/.locked pyproject.toml
+	$(@D)/bin/python $(PIP) install --no-deps --no-build-isolation -e .
+	touch $@
+
+# SGLang on a CPU needs a platform package and torchvision's operator names, both for tests only.
+CPU_PLATFORM := tests/engines/sglang/cpu_platform
+CPU_PLATFORM_FILES := $(wildcard $(addprefix $(CPU_PLATFORM)/,pyproject.toml *.py */*.py))
+$(SGLANG): .venv-sglang/.cpu_platform
+.venv-sglang/.cpu_platform: .venv-sglang/.locked $(CPU_PLATFORM_FILES)
+	.venv-sglang/bin/python $(PIP) install --no-deps --no-build-isolation --force-reinstall ./$(CPU_PLATFORM)
+	.venv-sglang/bin/python $(CPU_PLATFORM)/declare_torchvision_ops.py
+	.venv-sglang/bin/python -m compileall -qq -j 0 .venv-sglang/lib || true  # some ship templates that are not Python
+	touch $@

@@ -1,0 +1,18 @@
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+
+class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Out of tree, so that SGLang takes neither its CUDA imports nor sgl_kernel's CPU ones."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities(supports_triton=False)
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"  # fused operators then run their forward_native
