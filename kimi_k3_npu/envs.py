@@ -1,0 +1,64 @@
+"""Every environment variable of this package: its name, what it does, and the only code that reads it.
+
+They are for a running engine, where no argument reaches us; where there is an argument, it wins. An empty value counts
+as unset.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+
+from kimi_k3_npu.errors import LaunchError
+
+PREFIX = "KIMI_K3_NPU_"
+V_UP = "KIMI_K3_NPU_V_UP"
+SOC = "KIMI_K3_NPU_SOC"
+CANN = "KIMI_K3_NPU_CANN"
+REQUIRE_ALL_TESTS = "KIMI_K3_NPU_REQUIRE_ALL_TESTS"
+
+#: Name -> what it does.
+VARIABLES: dict[str, str] = {
+    V_UP: "Kernel of the v-up batched matmul, instead of the first that can take the shape; an error if it cannot.",
+    SOC: "NPU generation (a2, a3, a5, or a chip name such as Ascend910B3), instead of what torch_npu reports.",
+    CANN: "CANN version (such as 9.1), instead of what torch_npu reports; CANN before 8.1.RC1 reports none.",
+    REQUIRE_ALL_TESTS: "For the tests only: 1 makes it an error when what a test needs is not on the machine.",
+}
+
+
+def text(name: str) -> str | None:
+    """The value of the variable `name`, None if it is unset or empty. Raises KeyError for a name not in VARIABLES."""
+    if name not in VARIABLES:
+        raise KeyError(name)
+    return os.environ.get(name) or None
+
+
+def one_of(name: str, allowed: Iterable[str]) -> str | None:
+    """The value of the variable `name`, which must be one of `allowed`; None if it is unset.
+
+    Raises:
+        LaunchError: The value is none of them.
+    """
+    value = text(name)
+    allowed = list(allowed)
+    if value is not None and value not in allowed:
+        raise LaunchError(f"{name}={value!r} is not a choice; choices: {', '.join(allowed)}{_near(value, allowed)}")
+    return value
+
+
+def check() -> None:
+    """Refuse variables that start with KIMI_K3_NPU_ and are none of ours: a misspelt one would be ignored in silence.
+
+    Raises:
+        LaunchError: Names every unknown variable, with near matches.
+    """
+    unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in VARIABLES)
+    if unknown:
+        lines = [f"unknown environment variable {name}{_near(name, VARIABLES)}" for name in unknown]
+        raise LaunchError("\n".join([*lines, f"known: {', '.join(VARIABLES)}"]))
+
+
+def _near(word: str, words: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(word, list(words), n=2)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""

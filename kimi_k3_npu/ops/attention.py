@@ -1,0 +1,105 @@
+"""Softmax attention of the MLA layers, in its two forms. Tokens are causal: the last query of a sequence sees every
+key.
+
+Letters: T query tokens and Tk keys of S sequences laid end to end, h heads, R latent width, r width of the shared key
+part (64 wide in K3 and, despite its published name `rope`, never rotated), D query/key width, V value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kimi_k3_npu.ops.registry import define
+
+#: Query rows are taken in blocks so that the scores of one block stay below this many elements (fp32: 64 MiB).
+MAX_SCORES = 1 << 24
+
+
+@define(
+    "causal_attention(Tensor q, Tensor k, Tensor v, SymInt[] query_lens, SymInt[] kv_lens, float scale) -> Tensor",
+)
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, query_lens: Sequence[int], kv_lens: Sequence[int], scale: float
+) -> Tensor:
+    """Expanded form: q [T, h, D], k [Tk, h, D], v [Tk, h, V] -> [T, h, V]; Tk = sum of kv_lens, T = sum of
+    query_lens."""
+    outputs = [v.new_empty(0, *v.shape[1:])]
+    parts = zip(q.split(list(query_lens)), k.split(list(kv_lens)), v.split(list(kv_lens)), strict=True)
+    for queries, keys, values in parts:
+        if queries.shape[0]:
+            outputs.append(_attend(queries, keys.permute(1, 2, 0), values.transpose(0, 1), scale))
+    return torch.cat(outputs)
+
+
+@define(
+    "latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent_pool, Tensor rope_pool, SymInt[] slots, "
+    "SymInt[] query_lens, SymInt[] kv_lens, float scale) -> Tensor"
+)
+def latent_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_pool: Tensor,
+    rope_pool: Tensor,
+    slots: Sequence[int],
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    scale: float,
+) -> Tensor:
+    """Absorbed form over the cache, in which every head reads the same latent row as key and as value.
+
+    q_latent [T, h, R], q_rope [T, h, r], latent_pool [slots, capacity, R], rope_pool [slots, capacity, r]; sequence s
+    has kv_lens[s] rows in slot slots[s], its own query_lens[s] new ones included. Returns [T, h, R].
+    """
+    q = torch.cat([q_latent, q_rope], dim=-1)
+    if all(n == 1 for n in query_lens) and _consecutive(slots):
+        return _decode_batch(q, latent_pool, rope_pool, slots, kv_lens, scale)
+    outputs = [q_latent.new_empty(0, *q_latent.shape[1:])]
+    for queries, slot, length in zip(q.split(list(query_lens)), slots, kv_lens, strict=True):
+        if queries.shape[0]:
+            latent, rope = latent_pool[slot, :length], rope_pool[slot, :length]
+            keys = torch.cat([latent, rope], dim=-1).t().unsqueeze(0)  # [1, R + r, length], shared by the heads
+            outputs.append(_attend(queries, keys, latent.unsqueeze(0), scale))
+    return torch.cat(outputs)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """One sequence: q [n, h, D], keys [h or 1, D, L], values [h or 1, L, V] -> [n, h, V]; softmax in fp32."""
+    total, length, heads = q.shape[0], keys.shape[-1], q.shape[1]
+    rows = max(1, min(total, MAX_SCORES // (heads * length)))
+    outputs = []
+    for start in range(0, total, rows):
+        block = q[start : start + rows].transpose(0, 1)  # [h, b, D]
+        visible = length - total + min(start + rows, total)
+        scores = (block @ keys[..., :visible]).float() * scale
+        ahead = torch.ones(block.shape[1], block.shape[1], dtype=torch.bool, device=q.device).triu(1)
+        own = scores[..., visible - block.shape[1] :]
+        own.masked_fill_(ahead, float("-inf"))
+        outputs.append((scores.softmax(dim=-1).to(values.dtype) @ values[:, :visible]).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _decode_batch(
+    q: Tensor, latent_pool: Tensor, rope_pool: Tensor, slots: Sequence[int], kv_lens: Sequence[int], scale: float
+) -> Tensor:
+    """One query of each of several sequences in neighbouring slots: the pools are read in place, longest length for
+    all.
+
+    Rows past a sequence's length are zero or its own (a slot is cleared when it is freed), so masked scores are finite.
+    """
+    used = slice(slots[0], slots[0] + len(slots))
+    longest = max(kv_lens)
+    latent, rope = latent_pool[used, :longest], rope_pool[used, :longest]
+    q_latent, q_rope = q.split([latent.shape[-1], rope.shape[-1]], dim=-1)
+    scores = (q_latent @ latent.transpose(1, 2) + q_rope @ rope.transpose(1, 2)).float() * scale  # [S, h, L]
+    if any(n != longest for n in kv_lens):
+        lengths = torch.tensor(kv_lens, device=q.device)
+        beyond = torch.arange(longest, device=q.device) >= lengths[:, None, None]
+        scores = scores.masked_fill(beyond, float("-inf"))
+    return scores.softmax(dim=-1).to(latent.dtype) @ latent
+
+
+def _consecutive(slots: Sequence[int]) -> bool:
+    return len(slots) > 0 and list(slots) == list(range(slots[0], slots[0] + len(slots)))

@@ -1,0 +1,231 @@
+"""Kimi Delta Attention: short convolution, decay gate, and the gated delta rule, token by token and in chunks.
+
+Letters: T tokens of S sequences laid end to end, h heads, K key and V value dimensions, C tokens of a chunk.
+The state of a head is fp32 [K, V]; g is log-decay per key dimension (<= 0), beta the write strength in (0, 1):
+
+    S <- diag(exp g) S;   S <- S + beta k (v - S^T k)^T;   o = S^T q        (q and k normed, q scaled)
+
+Functions return new states and never write to the ones they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kimi_k3_npu.ops.registry import define
+
+CHUNK = 64
+
+
+@define("short_conv(Tensor x, Tensor weight, Tensor window, SymInt[] seq_lens) -> (Tensor, Tensor)")
+def short_conv(x: Tensor, weight: Tensor, window: Tensor, seq_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Causal depthwise convolution over time, then SiLU.
+
+    x [T, c], weight fp32 [c, W] (the last column meets the current token), window [S, W-1, c]: the inputs just before
+    each sequence's first token here. Returns the result [T, c] in x's dtype and the next windows [S, W-1, c].
+    """
+    if not x.shape[0]:
+        return torch.empty_like(x), window.clone()
+    width = weight.shape[1]
+    columns = weight.t()  # [W, c]
+
+    def convolve(history: Tensor, tokens: int) -> Tensor:  # [..., W-1+n, c] -> [..., n, c]
+        y = history[..., :tokens, :] * columns[0]
+        for j in range(1, width):
+            y = torch.addcmul(y, history[..., j : j + tokens, :], columns[j])
+        return F.silu(y)
+
+    if _uniform(seq_lens):
+        tokens = seq_lens[0]
+        history = torch.cat([window, x.view(len(seq_lens), tokens, -1)], dim=1).float()
+        return convolve(history, tokens).flatten(0, 1).to(x.dtype), history[:, tokens:].to(window.dtype)
+    histories = [torch.cat([w, part]).float() for w, part in zip(window, x.split(list(seq_lens)), strict=True)]
+    y = torch.cat([convolve(history, n) for history, n in zip(histories, seq_lens, strict=True)])
+    windows = torch.stack([history[n:] for history, n in zip(histories, seq_lens, strict=True)])
+    return y.to(x.dtype), windows.to(window.dtype)
+
+
+@define("kda_gate(Tensor f, Tensor A_log, Tensor dt_bias, float? lower_bound) -> Tensor")
+def kda_gate(f: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
+    """Log-decay, fp32 [T, h, K], from the raw gate f [T, h, K], A_log fp32 [h] and dt_bias fp32 [h, K].
+
+    With a bound (K3: -5): bound * sigmoid(exp(A_log) * (f + dt_bias)), which lies in (bound, 0) and is not a clamp.
+    Without (Kimi-Linear): -exp(A_log) * softplus(f + dt_bias).
+    """
+    rate = A_log.exp().unsqueeze(-1)
+    raw = f.float() + dt_bias
+    if lower_bound is not None:
+        return lower_bound * torch.sigmoid(rate * raw)
+    return -rate * F.softplus(raw)
+
+
+def l2_norm(x: Tensor) -> Tensor:
+    """x * rsqrt(sum(x^2) + 1e-6) over the last dimension, in fp32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)
+
+
+@define("kda_step(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state) -> (Tensor, Tensor)")
+def kda_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each sequence: q, k, g [S, h, K], v [S, h, V], beta [S, h], state [S, h, K, V], all fp32.
+
+    Returns o [S, h, V] and the next state. o = q S' is formed from the old state, (q exp g) S + (q . k) u, so that one
+    product serves it and the prediction of v.
+    """
+    decay = g.exp()
+    read = torch.stack([k, q], dim=-2) * decay.unsqueeze(-2)  # [S, h, 2, K]
+    predicted, carried = (read @ state).unbind(-2)
+    write = beta.unsqueeze(-1) * (v - predicted)  # [S, h, V]
+    o = carried + (q * k).sum(-1, keepdim=True) * write
+    return o, torch.addcmul(state * decay.unsqueeze(-1), k.unsqueeze(-1), write.unsqueeze(-2))
+
+
+@define(
+    "kda_recurrent(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, SymInt[] seq_lens)"
+    " -> (Tensor, Tensor)"
+)
+def kda_recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, seq_lens: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Any number of tokens of each sequence, one at a time: the definition that the chunked form is held against.
+
+    q, k, g [T, h, K], v [T, h, V], beta [T, h], state [S, h, K, V], all fp32. Returns o [T, h, V] and the next states.
+    """
+    outputs, states = [], []
+    for s, tokens in enumerate(_token_ranges(seq_lens)):
+        current = state[s : s + 1]
+        for t in tokens:
+            now = slice(t, t + 1)
+            o, current = kda_step(q[now], k[now], v[now], g[now], beta[now], current)
+            outputs.append(o)
+        states.append(current)
+    return torch.cat([*outputs, v[:0]]), torch.cat([*states, state[:0]])
+
+
+@define(
+    "kda_chunk(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, SymInt[] seq_lens)"
+    " -> (Tensor, Tensor)"
+)
+def kda_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, seq_lens: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The same function as `kda_recurrent`, a chunk of tokens at a time.
+
+    Inside a chunk, with G the sum of g since its start, the writes u solve a unit lower-triangular system:
+
+        (I + tril(diag(beta) A, -1)) u = diag(beta) (v - (k exp G) S),      A_ij = sum_k k_ik exp(G_i - G_j) k_jk
+
+    (the WY form of the delta rule). Everything but the chain of states from chunk to chunk is done for all chunks at
+    once.
+    """
+    if not q.shape[0]:
+        return torch.zeros_like(v), state.clone()
+    chunks = [-(-n // CHUNK) for n in seq_lens]
+    q, k, v, g, beta = (_into_chunks(x, seq_lens, chunks) for x in (q, k, v, g, beta.unsqueeze(-1)))  # [N, h, C, .]
+    since_start = g.cumsum(dim=-2)
+    until_end = _reverse_exclusive_cumsum(g)
+    scores, attention = _decayed_products(torch.stack([k, q]), k, g)  # each [N, h, C, C]
+
+    decayed_k, decayed_q = k * since_start.exp(), q * since_start.exp()
+    # solve_triangular with unitriangular=True takes the diagonal as 1 and reads nothing above it
+    solved = torch.linalg.solve_triangular(
+        beta * scores, beta * torch.cat([v, decayed_k], dim=-1), upper=False, unitriangular=True
+    )
+    own_writes, state_reads = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    writes, from_state, states = _chain(
+        torch.cat([state_reads, decayed_q], dim=-2),
+        own_writes,
+        k * until_end.exp(),
+        since_start[..., -1, :],
+        state,
+        chunks,
+    )
+    return _out_of_chunks(from_state + attention @ writes, seq_lens, chunks), states
+
+
+def _chain(
+    reads: Tensor, own_writes: Tensor, outgoing_k: Tensor, total_decay: Tensor, state: Tensor, chunks: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Carry the states from chunk to chunk: the only sequential part.
+
+    reads [N, h, 2C, K] = what each chunk takes from its incoming state, first for its writes, then for its outputs.
+    Returns the writes u [N, h, C, V], the outputs' share that comes from the state [N, h, C, V], and the final states.
+    """
+    size = own_writes.shape[-2]
+    decay = total_decay.exp().unsqueeze(-1)  # [N, h, K, 1]
+    writes, outputs, finals = [], [], []
+    for s, own in enumerate(_token_ranges(chunks)):
+        current = state[s]
+        for n in own:
+            from_state = reads[n] @ current  # [h, 2C, V]
+            write = own_writes[n] - from_state[:, :size]
+            current = torch.baddbmm(decay[n] * current, outgoing_k[n].transpose(-1, -2), write)
+            writes.append(write)
+            outputs.append(from_state[:, size:])
+        finals.append(current)
+    return torch.stack(writes), torch.stack(outputs), torch.stack(finals)
+
+
+def _decayed_products(rows: Tensor, columns: Tensor, g: Tensor) -> Tensor:
+    """sum_k rows_ik exp(G_i - G_j) columns_jk for j <= i, zero above; rows [..., N, h, C, K], result [..., N, h, C, C].
+
+    exp(G_i - G_j) is split at a point m between j and i into exp(G_i - G_m) exp(G_m - G_j). Both factors are at most
+    1, so nothing overflows however strong the decay is, bounded gate or not. Two neighbouring blocks of tokens share
+    such a point, their border; halving the blocks from C/2 down to single tokens covers every pair, with one batched
+    product a size. Sums of g never reach past a block, which keeps nearby tokens as exact as the recurrence keeps
+    them.
+    """
+    size = columns.shape[-2]
+    products = torch.diag_embed((rows * columns).sum(dim=-1))
+    block = size // 2
+    while block:
+        pairs = (size // (2 * block), 2, block)
+        g_early, g_late = g.unflatten(-2, pairs).unbind(-3)  # [N, h, pairs, block, K]
+        late = rows.unflatten(-2, pairs)[..., 1, :, :] * g_late.cumsum(dim=-2).exp()
+        early = columns.unflatten(-2, pairs)[..., 0, :, :] * _reverse_exclusive_cumsum(g_early).exp()
+        _diagonal_blocks(products, 2 * block)[..., block:, :block] = late @ early.transpose(-1, -2)
+        block //= 2
+    return products
+
+
+def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
+    """A view of the blocks on the diagonal of square matrices: [..., C, C] -> [..., C/size, size, size]."""
+    blocks = x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))  # [..., C/size, size, C/size, size]
+    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def _reverse_exclusive_cumsum(x: Tensor) -> Tensor:
+    """For each token the sum over the later ones of its block, [..., n, K]."""
+    return x.flip(-2).cumsum(dim=-2).flip(-2) - x
+
+
+def _into_chunks(x: Tensor, seq_lens: Sequence[int], chunks: Sequence[int]) -> Tensor:
+    """[T, h, d] -> [N, h, C, d]; each sequence is filled up with zeros, which write nothing and decay nothing."""
+    if len(seq_lens) == 1:
+        padded = F.pad(x, (0, 0, 0, 0, 0, chunks[0] * CHUNK - seq_lens[0]))
+    else:
+        parts = x.split(list(seq_lens))
+        padded = torch.cat(
+            [F.pad(part, (0, 0, 0, 0, 0, c * CHUNK - n)) for part, n, c in zip(parts, seq_lens, chunks, strict=True)]
+        )
+    return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+
+
+def _out_of_chunks(x: Tensor, seq_lens: Sequence[int], chunks: Sequence[int]) -> Tensor:
+    """[N, h, C, d] -> [T, h, d], without the filling."""
+    flat = x.transpose(1, 2).flatten(0, 1)
+    parts = flat.split([c * CHUNK for c in chunks])
+    return torch.cat([part[:n] for part, n in zip(parts, seq_lens, strict=True)])
+
+
+def _token_ranges(lengths: Sequence[int]) -> list[range]:
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return [range(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+
+
+def _uniform(seq_lens: Sequence[int]) -> bool:
+    return len(seq_lens) > 0 and all(n == seq_lens[0] for n in seq_lens)
