@@ -1,0 +1,1 @@
+"""Published checkpoints: reading, naming, loading."""

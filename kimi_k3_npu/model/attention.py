@@ -1,0 +1,157 @@
+"""What a model needs from whoever keeps the caches: the attention protocol, and its implementation over our own cache.
+
+Letters: T tokens of the batch, h heads of this rank, n | r query/key widths without and with the shared part, v value
+width, R latent width, d KDA head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from kimi_k3_npu.model.cache import ModelCache
+from kimi_k3_npu.ops.attention import causal_attention, latent_attention
+from kimi_k3_npu.ops.kda import kda_chunk, kda_gate, kda_recurrent, kda_step, l2_norm, short_conv
+
+if TYPE_CHECKING:
+    from kimi_k3_npu.model.kda import KimiDeltaAttention
+    from kimi_k3_npu.model.mla import MultiHeadLatentAttention
+
+#: latent [..., R] -> keys [..., h, n] and values [..., h, v]
+Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class Attention(Protocol):
+    """One forward pass over one batch, as the keeper of the caches sees it. The model owns projections, gates and
+    norms."""
+
+    @property
+    def wants_expanded(self) -> bool:
+        """Whether MLA layers should call `mla_expanded` for this batch. The absorbed form always works."""
+        ...
+
+    def mla_absorbed(
+        self, layer: MultiHeadLatentAttention, q_latent: Tensor, q_rope: Tensor, kv_latent: Tensor, k_rope: Tensor
+    ) -> Tensor:
+        """Write the cache rows kv_latent [T, R] | k_rope [T, r], attend over the cache with q_latent [T, h, R] and
+        q_rope [T, h, r], return [T, h, R]."""
+        ...
+
+    def mla_expanded(
+        self, layer: MultiHeadLatentAttention, q: Tensor, kv_latent: Tensor, k_rope: Tensor, expand: Expand
+    ) -> Tensor:
+        """Write the same cache rows, attend with q [T, h, n + r] over keys and values made by `expand`, return [T, h,
+        v]."""
+        ...
+
+    def kda(self, layer: KimiDeltaAttention, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
+        """mixed_qkv [T, 3hd] before the short convolution, forget_gate [T, h, d] and beta [T, h] raw; returns [T, h,
+        d].
+
+        The implementation owns the convolution windows and the fp32 states; the weights are the layer's conv_weight,
+        A_log, dt_bias and gate_lower_bound.
+        """
+        ...
+
+
+class CachedAttention:
+    """The torch implementation over a `ModelCache`, for one forward pass of some of its sequences.
+
+    Call `commit()` after the pass; until then a sequence's length has not grown. `form` picks the MLA form, and
+    `kda_form` whether prefill runs token by token or in chunks; "auto" takes the cheaper.
+    """
+
+    def __init__(
+        self,
+        cache: ModelCache,
+        slots: Sequence[int],
+        query_lens: Sequence[int],
+        *,
+        form: Literal["auto", "absorbed", "expanded"] = "auto",
+        kda_form: Literal["auto", "recurrent", "chunk"] = "auto",
+    ) -> None:
+        self.cache, self.slots, self.query_lens = cache, list(slots), list(query_lens)
+        self.kv_lens = [cache.length(slot) + n for slot, n in zip(self.slots, self.query_lens, strict=True)]
+        cache.check_room(self.slots, self.kv_lens)
+        self._kda_form = kda_form
+        self._expanded = (
+            _expanding_is_cheaper(cache, self.query_lens, self.kv_lens) if form == "auto" else form == "expanded"
+        )
+        self._slot_index = torch.tensor(self.slots, dtype=torch.long, device=cache.device)
+        self._rows = torch.cat(
+            [
+                torch.arange(slot * cache.capacity + end - n, slot * cache.capacity + end, device=cache.device)
+                for slot, n, end in zip(self.slots, self.query_lens, self.kv_lens, strict=True)
+            ]
+            or [torch.empty(0, dtype=torch.long, device=cache.device)]
+        )
+
+    @property
+    def wants_expanded(self) -> bool:
+        return self._expanded
+
+    @property
+    def last_rows(self) -> list[int]:
+        """The batch row of each sequence's last token."""
+        return [end - 1 for end in accumulate(self.query_lens)]
+
+    def commit(self) -> None:
+        """Let the sequences' lengths count the tokens of this pass."""
+        self.cache.advance(self.slots, self.kv_lens)
+
+    def mla_absorbed(
+        self, layer: MultiHeadLatentAttention, q_latent: Tensor, q_rope: Tensor, kv_latent: Tensor, k_rope: Tensor
+    ) -> Tensor:
+        latent, rope = self._write(layer.index, kv_latent, k_rope)
+        return latent_attention(q_latent, q_rope, latent, rope, self.slots, self.query_lens, self.kv_lens, layer.scale)
+
+    def mla_expanded(
+        self, layer: MultiHeadLatentAttention, q: Tensor, kv_latent: Tensor, k_rope: Tensor, expand: Expand
+    ) -> Tensor:
+        latent, rope = self._write(layer.index, kv_latent, k_rope)
+        if self.kv_lens != self.query_lens:  # some sequence has a cached prefix: take its rows back from the cache
+            filled = list(zip(self.slots, self.kv_lens, strict=True))
+            kv_latent = torch.cat([latent[slot, :n] for slot, n in filled])
+            k_rope = torch.cat([rope[slot, :n] for slot, n in filled])
+        keys, values = expand(kv_latent)
+        shared = k_rope.unsqueeze(1).expand(-1, keys.shape[1], -1)  # [Tk, h, r]
+        keys = torch.cat([keys, shared], dim=-1)
+        return causal_attention(q, keys, values, self.query_lens, self.kv_lens, layer.scale)
+
+    def kda(self, layer: KimiDeltaAttention, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
+        windows, states = self.cache.kda_pools(layer.index)
+        index = self._slot_index
+        mixed, window = short_conv(mixed_qkv, layer.conv_weight, windows[index], self.query_lens)
+        q, k, v = mixed.unflatten(-1, (3, layer.num_heads, layer.head_dim)).unbind(1)  # each [T, h, d]
+        q, k = l2_norm(q) * layer.head_dim**-0.5, l2_norm(k)
+        g = kda_gate(forget_gate, layer.A_log, layer.dt_bias.view(layer.num_heads, -1), layer.gate_lower_bound)
+        inputs = (q, k, v.float(), g, beta.float().sigmoid(), states[index])
+        if all(n == 1 for n in self.query_lens):
+            o, state = kda_step(*inputs)
+        elif self._kda_form == "recurrent":
+            o, state = kda_recurrent(*inputs, self.query_lens)
+        else:
+            o, state = kda_chunk(*inputs, self.query_lens)
+        windows.index_copy_(0, index, window)
+        states.index_copy_(0, index, state)
+        return o
+
+    def _write(self, layer: int, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        latent, rope = self.cache.mla_pools(layer)
+        latent.view(-1, latent.shape[-1]).index_copy_(0, self._rows, kv_latent.to(latent.dtype))
+        rope.view(-1, rope.shape[-1]).index_copy_(0, self._rows, k_rope.to(rope.dtype))
+        return latent, rope
+
+
+def _expanding_is_cheaper(cache: ModelCache, query_lens: Sequence[int], kv_lens: Sequence[int]) -> bool:
+    """Compare multiply-adds per head: absorbed pays more per query-key pair, expanded pays to make every key and
+    value."""
+    c = cache.config
+    pairs = sum(n * length for n, length in zip(query_lens, kv_lens, strict=True))
+    absorbed = pairs * (2 * c.kv_lora_rank + c.qk_rope_head_dim)
+    making = sum(kv_lens) * c.kv_lora_rank * (c.qk_nope_head_dim + c.v_head_dim)
+    return pairs * (c.qk_head_dim + c.v_head_dim) + making < absorbed

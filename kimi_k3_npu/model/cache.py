@@ -1,0 +1,119 @@
+"""Our own cache: latent rows of the MLA layers, convolution windows and fp32 states of the KDA layers, one slot a
+sequence.
+
+Memory is reserved once. A slot's rows are contiguous and its capacity a multiple of PAGE, so the same memory can be
+read as a paged cache whose block table is simply consecutive. What a sequence leaves behind is cleared when it
+leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kimi_k3_npu.config import TextConfig
+from kimi_k3_npu.parallel.groups import Group
+
+#: Rows of a page; the paged attention operators of the NPU take 16 or 128.
+PAGE = 128
+
+
+class ModelCache:
+    """Room for `num_slots` sequences of up to `max_tokens` tokens each.
+
+    Per slot and layer: MLA [capacity, R] + [capacity, r] in `dtype`; KDA a window [W - 1, 3hd] in `dtype` and a state
+    [h, d, d] in fp32, with h the heads of this rank of `attn_tp`.
+    """
+
+    def __init__(
+        self,
+        config: TextConfig,
+        num_slots: int,
+        max_tokens: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        attn_tp: Group | None = None,
+    ) -> None:
+        self.config, self.num_slots, self.device = config, num_slots, torch.device(device)
+        self._attn_tp = attn_tp
+        self.capacity = max(PAGE, -(-max_tokens // PAGE) * PAGE)
+        self._index = {layer: i for layers in (config.mla_layers, config.kda_layers) for i, layer in enumerate(layers)}
+        self._lengths = [0] * num_slots
+        self._free = list(reversed(range(num_slots)))
+        heads = config.kda_num_heads // (attn_tp.size if attn_tp else 1)
+        num_mla, num_kda, d = len(config.mla_layers), len(config.kda_layers), config.kda_head_dim
+
+        def pool(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.latent = pool(num_mla, num_slots, self.capacity, config.kv_lora_rank)
+        self.rope = pool(num_mla, num_slots, self.capacity, config.qk_rope_head_dim)
+        self.windows = pool(num_kda, num_slots, config.short_conv_kernel_size - 1, 3 * heads * d)
+        self.states = pool(num_kda, num_slots, heads, d, d, dtype=torch.float32)
+
+    def join(self) -> int:
+        """Give a new sequence a slot, empty of any earlier one. Raises ValueError when all are taken."""
+        if not self._free:
+            raise ValueError(f"all {self.num_slots} cache slots are taken; free one or make the cache with more slots")
+        return self._free.pop()
+
+    def leave(self, slot: int) -> None:
+        """Free a slot and clear it: also of what a pass that was never committed wrote past the sequence's length."""
+        for pool in (self.latent, self.rope, self.windows, self.states):
+            pool[:, slot] = 0
+        self._lengths[slot] = 0
+        self._free.append(slot)
+
+    def length(self, slot: int) -> int:
+        """Tokens of the slot's sequence so far."""
+        return self._lengths[slot]
+
+    def check_room(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Raises ValueError when a sequence would outgrow its slot."""
+        for slot, length in zip(slots, lengths, strict=True):
+            if length > self.capacity:
+                raise ValueError(
+                    f"sequence in cache slot {slot} would reach {length} tokens, but a slot holds {self.capacity}; "
+                    "make the cache with a larger max_tokens"
+                )
+
+    def advance(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        for slot, length in zip(slots, lengths, strict=True):
+            self._lengths[slot] = length
+
+    def mla_pools(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Latent rows [slots, capacity, R] and shared key rows [slots, capacity, r] of 0-based `layer`."""
+        i = self._index[layer]
+        return self.latent[i], self.rope[i]
+
+    def kda_pools(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Windows [slots, W - 1, 3hd] and states [slots, h, d, d] of 0-based `layer`."""
+        i = self._index[layer]
+        return self.windows[i], self.states[i]
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Let slot i continue as a copy of what slot order[i] holds now (beam search)."""
+        index = torch.tensor(order, device=self.device)
+        for pool in (self.latent, self.rope, self.windows, self.states):
+            pool.copy_(pool.index_select(1, index))
+        self._lengths = [self._lengths[slot] for slot in order]
+
+    def grown(self, max_tokens: int) -> ModelCache:
+        """A copy with room for `max_tokens` tokens a sequence, for callers that cannot tell the length beforehand."""
+        larger = ModelCache(
+            self.config,
+            self.num_slots,
+            max_tokens,
+            dtype=self.windows.dtype,
+            device=self.device,
+            attn_tp=self._attn_tp,
+        )
+        larger.latent[:, :, : self.capacity] = self.latent
+        larger.rope[:, :, : self.capacity] = self.rope
+        larger.windows.copy_(self.windows)
+        larger.states.copy_(self.states)
+        larger._lengths, larger._free = list(self._lengths), list(self._free)
+        return larger

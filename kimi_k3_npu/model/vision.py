@@ -1,0 +1,146 @@
+"""The vision tower and the projector: images as patches in, rows for the text model's embedding out.
+
+Letters: P patches of all images laid end to end, h heads of width d, D hidden width of the tower. An image (or clip)
+is a grid (t, rows, columns) of patches; attention is full within one image and never crosses to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kimi_k3_npu.config import VisionConfig
+from kimi_k3_npu.model.norm import RMSNorm
+from kimi_k3_npu.parallel.linear import ReplicatedLinear
+from kimi_k3_npu.parallel.shard import Layer, whole
+
+Grid = tuple[int, int, int]
+
+ROPE_THETA = 10000.0
+
+
+class PatchEmbedding(Layer):
+    """Patches to vectors, plus where they are: a learned table resized to the grid, and a fixed wave over frames."""
+
+    def __init__(self, config: VisionConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        width, p = config.vt_hidden_size, config.patch_size
+        table = (config.init_pos_emb_height, config.init_pos_emb_width, width)
+        self.proj = self.allocate("proj", (width, 3, p, p), whole(width, 3, p, p), dtype)
+        self.pos_emb = self.allocate("pos_emb", table, whole(*table), dtype)
+
+    def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """pixels [P, 3, p, p] -> [P, D]."""
+        patches = F.linear(pixels.flatten(1), self.proj.flatten(1))
+        return patches + torch.cat([self._positions(grid) for grid in grids])
+
+    def _positions(self, grid: Grid) -> Tensor:
+        frames, rows, columns = grid
+        table: Tensor = self.pos_emb
+        if (rows, columns) != table.shape[:2]:
+            channels_first = table.permute(2, 0, 1).unsqueeze(0)
+            resized = F.interpolate(channels_first, (rows, columns), mode="bilinear", align_corners=False)
+            table = resized[0].permute(1, 2, 0)
+        spatial = table.reshape(1, rows * columns, -1)
+        if frames > 1:
+            spatial = spatial + _frame_waves(frames, spatial.shape[-1]).to(spatial).unsqueeze(1)
+        return spatial.flatten(0, 1)
+
+
+class VisionBlock(Layer):
+    def __init__(self, config: VisionConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        width, inner, eps = config.vt_hidden_size, config.qkv_hidden_size, torch.finfo(dtype).eps
+        self.num_heads = config.vt_num_attention_heads
+        # The published norms give no eps, which in torch means that of the dtype.
+        self.norm0, self.norm1 = RMSNorm(width, eps, dtype), RMSNorm(width, eps, dtype)
+        self.wqkv = ReplicatedLinear(width, 3 * inner, dtype)
+        self.wo = ReplicatedLinear(inner, width, dtype)
+        self.fc0 = ReplicatedLinear(width, config.vt_intermediate_size, dtype)
+        self.fc1 = ReplicatedLinear(config.vt_intermediate_size, width, dtype)
+
+    def forward(self, x: Tensor, rotation: Tensor, lengths: Sequence[int]) -> Tensor:
+        """x [P, D], rotation complex [P, d / 2] -> [P, D]."""
+        q, k, v = self.wqkv(self.norm0(x)).unflatten(-1, (3, self.num_heads, -1)).unbind(1)  # [P, h, d]
+        q, k = _rotate(q, rotation), _rotate(k, rotation)
+        per_image = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+        attended = [
+            F.scaled_dot_product_attention(*(part.transpose(0, 1).unsqueeze(0) for part in image))[0].transpose(0, 1)
+            for image in per_image
+        ]
+        x = x + self.wo(torch.cat(attended).flatten(1))
+        return x + self.fc1(F.gelu(self.fc0(self.norm1(x)), approximate="tanh"))
+
+
+class VisionTower(Layer):
+    """Patches of several images to merged features, [features, merge area, D]: frames averaged, neighbours side by
+    side."""
+
+    def __init__(self, config: VisionConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbedding(config, dtype)
+        self.blocks = nn.ModuleList(VisionBlock(config, dtype) for _ in range(config.vt_num_hidden_layers))
+        self.final_layernorm = RMSNorm(config.vt_hidden_size, torch.finfo(dtype).eps, dtype)
+
+    def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
+        """pixels [P, 3, p, p], one grid (t, rows, columns) an image -> per image [rows * columns / area, area, D]."""
+        lengths = [t * rows * columns for t, rows, columns in grids]
+        head_dim = self.config.qkv_hidden_size // self.config.vt_num_attention_heads
+        rotation = torch.cat([_rotations(grid, head_dim) for grid in grids]).to(pixels.device)
+        x = self.patch_embed(pixels, grids)
+        for block in self.blocks:
+            x = block(x, rotation, lengths)
+        x = self.final_layernorm(x)
+        merge = self.config.merge_kernel_size
+        return [_merge(part, grid, merge) for part, grid in zip(x.split(lengths), grids, strict=True)]
+
+
+class Projector(Layer):
+    """Merged features to rows of the text embedding: two linear layers with exact GELU, then an RMS norm."""
+
+    def __init__(self, config: VisionConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        merged = config.mm_hidden_size * config.merge_kernel_size[0] * config.merge_kernel_size[1]
+        self.linear_1 = ReplicatedLinear(merged, merged, dtype)
+        self.linear_2 = ReplicatedLinear(merged, config.text_hidden_size, dtype)
+        self.post_norm = RMSNorm(config.text_hidden_size, config.projector_ln_eps, dtype)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[n, merge area, D] -> [n, text hidden size]."""
+        return self.post_norm(self.linear_2(F.gelu(self.linear_1(features.flatten(1)))))
+
+
+def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn neighbouring pairs of x [P, h, d], taken as complex numbers, by rotation [P, d / 2]."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotation.unsqueeze(1)).flatten(-2).to(x.dtype)
+
+
+def _rotations(grid: Grid, head_dim: int) -> Tensor:
+    """Unit complex numbers [t * rows * columns, d / 2]: even pairs turn with the column, odd pairs with the row."""
+    frames, rows, columns = grid
+    steps = ROPE_THETA ** -(torch.arange(0, head_dim, 4).float() / head_dim)  # [d / 4]
+    column = torch.arange(columns).repeat(rows).unsqueeze(-1) * steps
+    row = torch.arange(rows).repeat_interleave(columns).unsqueeze(-1) * steps
+    angles = torch.stack([column, row], dim=-1).flatten(-2)
+    return torch.polar(torch.ones_like(angles), angles).repeat(frames, 1)
+
+
+def _frame_waves(frames: int, width: int) -> Tensor:
+    """Sines then cosines over the frame number, [frames, width]."""
+    steps = ROPE_THETA ** -(torch.arange(0, width, 2).float() / width)
+    angles = torch.arange(frames).unsqueeze(-1) * steps
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def _merge(x: Tensor, grid: Grid, merge: tuple[int, int]) -> Tensor:
+    """[t * rows * columns, D] -> [rows * columns / area, area, D]: mean over frames, then blocks of neighbours."""
+    frames, rows, columns = grid
+    height, width = merge
+    pooled = x.view(frames, rows, columns, -1).mean(dim=0)
+    blocks = pooled.view(rows // height, height, columns // width, width, -1).transpose(1, 2)
+    return blocks.reshape(-1, height * width, x.shape[-1])

@@ -1,0 +1,1 @@
+"""How the network is spread over ranks."""

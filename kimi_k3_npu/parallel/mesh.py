@@ -1,0 +1,97 @@
+"""The groups one rank belongs to, made from a layout: with process groups to run, without to be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kimi_k3_npu.errors import LayoutError
+from kimi_k3_npu.parallel.groups import Group
+from kimi_k3_npu.parallel.layout import AxisName, ParallelLayout
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """One rank's group along every axis of `layout`. `Mesh()` is a single rank."""
+
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    stage: int = 0
+    tp: Group = field(default_factory=lambda: Group("tp"))
+    attn_tp: Group = field(default_factory=lambda: Group("attn_tp"))
+    dp: Group = field(default_factory=lambda: Group("dp"))
+    ep: Group = field(default_factory=lambda: Group("ep"))
+    moe_tp: Group = field(default_factory=lambda: Group("moe_tp"))
+    shared: Group = field(default_factory=lambda: Group("shared_experts_tp"))
+    dense: Group = field(default_factory=lambda: Group("dense_mlp_tp"))
+    vocab: Group = field(default_factory=lambda: Group("vocab"))
+
+    @classmethod
+    def inspect(cls, layout: ParallelLayout, rank: int) -> Mesh:
+        """The mesh of global `rank`, without transport: enough to build the rank's modules and read its weights."""
+        stage, within = _place(layout, rank)
+        groups = {}
+        for name in get_args(AxisName):
+            axis = layout.axis(name, within)
+            groups[name] = Group(_TITLES.get(name, name), axis.rank, axis.size)
+        return cls(layout, stage, **groups)
+
+    @classmethod
+    def distributed(cls, layout: ParallelLayout) -> Mesh:
+        """The mesh of this process, with process groups. Every process of the world must call it, in the same order."""
+        if not dist.is_initialized():
+            raise LayoutError("torch.distributed is not initialised; call init_process_group before Mesh.distributed")
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if world != layout.world:
+            raise LayoutError(f"layout {layout} is for {layout.world} ranks, torch.distributed has {world}")
+        stage, within = _place(layout, rank)
+        groups = {}
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for name in get_args(AxisName):
+            for first in range(0, layout.world, layout.tp):  # every process takes part in making every group
+                for other in range(layout.tp):
+                    members = tuple(first + member for member in layout.axis(name, other).members)
+                    if len(members) > 1 and members not in made:
+                        made[members] = dist.new_group(list(members))
+            axis = layout.axis(name, within)
+            mine = tuple(stage * layout.tp + member for member in axis.members)
+            groups[name] = Group(_TITLES.get(name, name), axis.rank, axis.size, made.get(mine))
+        return cls(layout, stage, **groups)
+
+    def all_replicas(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Every replica's rows, on every rank: x [counts[replica], ...] -> [sum(counts), ...]."""
+        return self.dp.all_gather(x, counts)
+
+    def sum_own_rows(self, partial: Tensor, counts: Sequence[int]) -> Tensor:
+        """The sum over tp of partial results [sum(counts), ...], of which each rank keeps its replica's rows."""
+        return self.attn_tp.all_reduce(self.dp.reduce_scatter(partial, counts))
+
+    def token_counts(self, tokens: int, device: torch.device) -> list[int]:
+        """Rows of every data-parallel replica in this pass: one small collective that all ranks of the stage enter.
+
+        Raises LayoutError, on every rank alike, when ranks of one replica disagree about their rows.
+        """
+        everyone = self.tp.gather_value(tokens, device)
+        replicas = [everyone[i : i + self.attn_tp.size] for i in range(0, self.tp.size, self.attn_tp.size)]
+        check_equal_rows(replicas)
+        return [replica[0] for replica in replicas]
+
+
+def check_equal_rows(replicas: Sequence[Sequence[int]]) -> None:
+    """Raise LayoutError unless the ranks of each replica have the same number of rows."""
+    if wrong := {i: list(rows) for i, rows in enumerate(replicas) if len(set(rows)) > 1}:
+        found = "; ".join(f"replica {i}: {rows}" for i, rows in wrong.items())
+        raise LayoutError(f"ranks of one data-parallel replica must run the same tokens; their row counts: {found}")
+
+
+_TITLES = {"shared": "shared_experts_tp", "dense": "dense_mlp_tp"}
+
+
+def _place(layout: ParallelLayout, rank: int) -> tuple[int, int]:
+    if not 0 <= rank < layout.world:
+        raise LayoutError(f"rank {rank} is outside 0..{layout.world - 1} of layout {layout}")
+    return divmod(rank, layout.tp)

@@ -1,0 +1,71 @@
+"""Shard records: which piece of which published tensor fills which part of a parameter on this rank.
+
+The record is made where the parameter is allocated and is read by the loader (what to read from disk, where to put
+it), by the planner (bytes per rank) and by the export. A layer writes its sharding down once, here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from kimi_k3_npu.parallel.groups import Group
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A published tensor of `shape`: this rank reads `source` of it and stores it at `target` of the parameter."""
+
+    shape: tuple[int, ...]
+    source: Slices = ()
+    target: Slices = ()
+
+
+def whole(*shape: int, target: Slices = ()) -> Piece:
+    """The rank keeps all of the tensor (replicated)."""
+    return Piece(shape, (), target)
+
+
+def split(shape: tuple[int, ...], dim: int, group: Group, what: str, target: Slices = ()) -> Piece:
+    """The rank keeps its share of dimension `dim`. Raises LayoutError when the group does not divide it."""
+    part = group.part(shape[dim], what)
+    return Piece(shape, (slice(None),) * dim + (part,), target)
+
+
+class Layer(nn.Module):
+    """A module that knows, for each parameter it allocates, the published pieces that fill it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pieces: dict[str, Mapping[str, Piece]] = {}
+
+    def allocate(
+        self, name: str, shape: tuple[int, ...], pieces: Piece | Mapping[str, Piece], dtype: torch.dtype | None = None
+    ) -> nn.Parameter:
+        """Register the parameter `name`, uninitialised. One piece needs no name; several are keyed by published
+        name."""
+        parameter = nn.Parameter(
+            torch.empty(shape, dtype=dtype), requires_grad=(dtype or torch.float32).is_floating_point
+        )
+        self.register_parameter(name, parameter)
+        self._pieces[name] = {"": pieces} if isinstance(pieces, Piece) else pieces
+        return parameter
+
+    def pieces(self, parameter: str) -> Mapping[str, Piece]:
+        """The published pieces of one parameter of this layer, by name ("" when there is only one)."""
+        return self._pieces[parameter]
+
+    def prepare(self) -> None:
+        """Derive what is computed once from loaded weights. Called after every load; the default derives nothing."""
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
+    """Every Layer of `model` with its dotted path."""
+    for path, module in model.named_modules():
+        if isinstance(module, Layer):
+            yield path, module
