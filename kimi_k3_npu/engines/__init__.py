@@ -1,0 +1,1 @@
+"""Adapters to the engines that run the model. Nothing outside this package imports an engine."""

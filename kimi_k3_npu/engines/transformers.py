@@ -1,0 +1,205 @@
+"""Kimi-K3 in transformers: importing this module registers `kimi_k3` with AutoConfig and AutoModelForCausalLM.
+
+transformers is the engine for one process: `generate` with its sampling, streaming, stopping and beams is all its
+own. Its batches are padded; the model's are ragged, so the padding is taken out on the way in and put back on the way
+out. transformers' own `kimi_linear` stays registered as it is; `KimiK3ForGeneration.from_pretrained` reads such
+folders too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kimi_k3_npu.checkpoint.load import ExpertWeights, Progress, load_model
+from kimi_k3_npu.config import KimiK3Config, read_config_file
+from kimi_k3_npu.model.attention import CachedAttention
+from kimi_k3_npu.model.cache import ModelCache
+from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
+
+
+class KimiK3PreTrainedConfig(PreTrainedConfig):
+    """`config.json` of a kimi_k3 checkpoint as transformers carries it; what it means is read by `KimiK3Config`."""
+
+    model_type = "kimi_k3"
+
+    text_config: dict | None = None
+    vision_config: dict | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    media_placeholder_token_id: int | None = None
+    tie_word_embeddings: bool = False
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> KimiK3PreTrainedConfig:
+        return self
+
+    @property
+    def vocab_size(self) -> int:
+        return (self.text_config or {})["vocab_size"]
+
+    @property
+    def hidden_size(self) -> int:
+        return (self.text_config or {})["hidden_size"]
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return (self.text_config or {})["num_hidden_layers"]
+
+
+class GenerationCache:
+    """`past_key_values` of a generation: one cache slot a batch row, made when the number of rows is known."""
+
+    is_compileable = False
+
+    def __init__(self, model: KimiK3ForCausalLM, max_length: int) -> None:
+        self._model, self._max_length = model, max_length
+        self._cache: ModelCache | None = None
+        self._columns = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the padded batch seen so far."""
+        return self._columns
+
+    def attend(self, lengths: list[int], columns: int) -> CachedAttention:
+        """The attention for a pass of `lengths[i]` new tokens in row i, out of `columns` new padded columns."""
+        needed = self._columns + columns
+        if self._cache is None:
+            self._cache = self._model.new_cache(len(lengths), max(self._max_length, needed))
+            for _ in lengths:
+                self._cache.join()
+        elif needed > self._cache.capacity:
+            self._cache = self._cache.grown(2 * needed)
+        self._columns = needed
+        return CachedAttention(self._cache, range(len(lengths)), lengths)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i goes on as what row beam_idx[i] was."""
+        if self._cache is not None:
+            self._cache.reorder(beam_idx.tolist())
+
+
+class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
+    """The model behind transformers' interface, for prompts padded on either side. Weights come from
+    `from_pretrained`."""
+
+    config_class = KimiK3PreTrainedConfig
+    main_input_name = "input_ids"
+
+    def __init__(self, config: PreTrainedConfig, model: KimiK3ForCausalLM) -> None:
+        super().__init__(config)
+        self.model = model
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        config: PreTrainedConfig | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str = "cpu",
+        expert_weights: ExpertWeights = "auto",
+        progress: Progress | None = None,
+        **unsupported: Any,
+    ) -> KimiK3ForGeneration:
+        """Load a kimi_k3 or kimi_linear checkpoint folder with this package's loader; arguments as in `load_model`.
+
+        Raises TypeError for arguments of transformers' loader that have no meaning here, beside load_model's errors.
+        """
+        passed = {
+            name: value for name, value in unsupported.items() if name not in _IGNORED and value not in (None, False)
+        }
+        if passed:
+            raise TypeError(f"KimiK3ForGeneration.from_pretrained does not take {', '.join(sorted(passed))}")
+        if isinstance(dtype, str):
+            dtype = None if dtype == "auto" else getattr(torch, dtype)
+        path = Path(pretrained_model_name_or_path)
+        model = load_model(path, device=device, dtype=dtype, expert_weights=expert_weights, progress=progress)
+        wrapper = cls(config or _config_of(path, model.config), model)
+        if (path / "generation_config.json").is_file():
+            wrapper.generation_config = GenerationConfig.from_pretrained(path)
+        return wrapper.eval()
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("this class reads checkpoints in the published naming and does not write any")
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
+    ) -> None:
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = GenerationCache(self.model, max_cache_length)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: GenerationCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        logits_to_keep: int = 0,
+        use_cache: bool | None = None,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """input_ids [B, L] (or inputs_embeds [B, L, H]) -> logits fp32 [B, L, vocab], or of the last `logits_to_keep`
+        columns.
+
+        attention_mask [B, past + L] marks real tokens; logits of padding are 0.
+        """
+        rows = inputs_embeds if input_ids is None else input_ids
+        if rows is None:
+            raise ValueError("forward needs input_ids [B, L] or inputs_embeds [B, L, H]")
+        batch, columns = rows.shape[:2]
+        if attention_mask is None:
+            real = torch.ones(batch, columns, dtype=torch.bool, device=rows.device)
+        else:
+            real = attention_mask[:, -columns:].bool()
+        cache = past_key_values if past_key_values is not None else GenerationCache(self.model, columns)
+        attention = cache.attend(real.sum(dim=1).tolist(), columns)
+        flat = rows[real]  # [T] or [T, H]
+        hidden = self.model(flat, attention, flat if input_ids is None else None)
+        attention.commit()
+
+        kept = real[:, -logits_to_keep:]  # all columns for 0
+        logits = self.model.logits(hidden[_rows_kept(real, logits_to_keep)])
+        padded = logits.new_zeros(batch, kept.shape[1], logits.shape[-1])
+        padded[kept] = logits
+        return CausalLMOutputWithPast(logits=padded, past_key_values=cache if use_cache is not False else None)  # type: ignore[arg-type]
+
+
+#: Arguments that AutoModelForCausalLM passes along by itself.
+_IGNORED = {"trust_remote_code", "local_files_only", "attn_implementation", "use_safetensors", "adapter_kwargs"}
+
+
+def _rows_kept(real: Tensor, columns: int) -> Tensor:
+    """Which of the flat tokens lie in the last `columns` columns: bool [T]."""
+    late = torch.zeros_like(real)
+    late[:, -columns:] = True
+    return late[real]
+
+
+def _config_of(path: Path, config: KimiK3Config) -> KimiK3PreTrainedConfig:
+    raw = read_config_file(path)
+    if config.model_type == "kimi_k3":
+        return KimiK3PreTrainedConfig.from_dict(raw)
+    return KimiK3PreTrainedConfig(
+        text_config=raw,
+        dtype=config.dtype,
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_id=raw.get("eos_token_id"),
+        pad_token_id=raw.get("pad_token_id"),
+    )
+
+
+AutoConfig.register("kimi_k3", KimiK3PreTrainedConfig, exist_ok=True)
+AutoModelForCausalLM.register(KimiK3PreTrainedConfig, KimiK3ForGeneration, exist_ok=True)
