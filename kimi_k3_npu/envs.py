@@ -16,14 +16,12 @@ PREFIX = "KIMI_K3_NPU_"
 V_UP = "KIMI_K3_NPU_V_UP"
 SOC = "KIMI_K3_NPU_SOC"
 CANN = "KIMI_K3_NPU_CANN"
-REQUIRE_ALL_TESTS = "KIMI_K3_NPU_REQUIRE_ALL_TESTS"
 
 #: Name -> what it does.
 VARIABLES: dict[str, str] = {
     V_UP: "Kernel of the v-up batched matmul, instead of the first that can take the shape; an error if it cannot.",
     SOC: "NPU generation (a2, a3, a5, or a chip name such as Ascend910B3), instead of what torch_npu reports.",
     CANN: "CANN version (such as 9.1), instead of what torch_npu reports; CANN before 8.1.RC1 reports none.",
-    REQUIRE_ALL_TESTS: "For the tests only: 1 makes it an error when what a test needs is not on the machine.",
 }
 
 
