@@ -1,0 +1,58 @@
+"""The commands, and what happens when one fails."""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from kimi_k3_npu import __version__
+from kimi_k3_npu.cli import generate, info, kernels, weights
+from kimi_k3_npu.errors import KimiK3Error
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command("generate")(generate.generate)
+app.command("info")(info.info)
+app.command("kernels")(kernels.kernels)
+app.add_typer(weights.app, name="weights")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command that `args` (None: this process's) name, and exit: 0, 1 for an error, 2 for wrong usage."""
+    warnings.showwarning = _show_warning
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a generated character
+    try:
+        app(args, prog_name="kimi-k3-npu")
+    except KimiK3Error as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Kimi-K3 for Ascend NPUs: run, inspect and prepare its checkpoints."""
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"error: {message}", err=True)
+    sys.exit(1)
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    typer.echo(f"warning: {message}", err=True)
