@@ -59,20 +59,19 @@ def kernels(
     """
     if (attn_tp is None) == (layout is None):
         raise typer.BadParameter("give one of --attn-tp and --layout")
-    counts = _parse_tokens(tokens)
+    counts = parse_tokens(tokens)
 
     import torch
 
-    from kimi_k3_npu.plan.kernels import Situation, layer_kernels, published_config
+    from kimi_k3_npu.plan.kernels import Situation, layer_kernels, published_config, weight_kernels
 
     model = published_config() if config == "full" else _config_of(Path(config))
     device = _device(soc, cann, sgl_kernel_npu)
     ranks = _layout(attn_tp, layout, model)
-    rows = [
-        row
-        for T in counts
-        for row in layer_kernels(model.text, Situation(T, ranks, device, getattr(torch, dtype), context))
-    ]
+    rows = []
+    for T in counts:
+        now = Situation(T, ranks, device, getattr(torch, dtype), context)
+        rows += layer_kernels(model.text, now) + weight_kernels(model.text, now)
     assumed = {
         "config": config,
         "layout": str(ranks),
@@ -94,7 +93,8 @@ def kernels(
     console.print(_table(rows))
 
 
-def _parse_tokens(text: str) -> list[int]:
+def parse_tokens(text: str) -> list[int]:
+    """The numbers of a list such as 1,16,1024, each once."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise typer.BadParameter(f"{text!r} is not a list such as 1,16,1024", param_hint="--tokens")
@@ -137,11 +137,11 @@ def _table(rows: list[LayerKernel]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("where", "operator", "shape", "tokens", "kernel", "not, because"):
         table.add_column(column, overflow="fold")
-    operators: dict[tuple[str, str, str], dict[tuple[str, str], list[str]]] = {}
+    operators: dict[tuple[str, ...], dict[tuple[str, str], list[str]]] = {}
     for row in rows:
-        operator = row.op if row.phase == "any" else f"{row.op}, {row.phase}"
+        name = row.op if row.phase == "any" else f"{row.op}, {row.phase}"
         reasons = "\n".join(f"{name}: {reason}" for name, reason in row.refused.items())
-        choices = operators.setdefault((row.block, operator, row.shape), {})
+        choices = operators.setdefault((row.block, name, row.shape), {})
         choices.setdefault((row.kernel or "nothing to launch", reasons), []).append(str(row.tokens))
     for operator, choices in operators.items():
         for i, ((kernel, reasons), tokens) in enumerate(choices.items()):

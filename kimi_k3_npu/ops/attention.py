@@ -3,6 +3,7 @@ key.
 
 Letters: T query tokens and Tk keys of S sequences laid end to end, h heads, R latent width, r width of the shared key
 part (64 wide in K3 and, despite its published name `rope`, never rotated), D query/key width, V value width.
+The references are here; the fused forms of an NPU are in `ops.fused_attention`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kimi_k3_npu.ops.registry import define
+from kimi_k3_npu.ops.device import current
+from kimi_k3_npu.ops.fused_attention import Expanded, Latent, expanded, latent, refuse_expanded, refuse_latent
+from kimi_k3_npu.ops.limits import takes_anything
+from kimi_k3_npu.ops.registry import define, npu_kernel, reference
+from kimi_k3_npu.ops.select import Candidate, Choice, choose
 
 #: Query rows are taken in blocks so that the scores of one block stay below this many elements (fp32: 64 MiB).
 MAX_SCORES = 1 << 24
@@ -103,3 +108,60 @@ def _decode_batch(
 
 def _consecutive(slots: Sequence[int]) -> bool:
     return len(slots) > 0 and list(slots) == list(range(slots[0], slots[0] + len(slots)))
+
+
+@npu_kernel("latent_attention")
+def latent_attention_npu(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_pool: Tensor,
+    rope_pool: Tensor,
+    slots: Sequence[int],
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    scale: float,
+) -> Tensor:
+    """`latent_attention` on an NPU, by the kernel that `choose_latent_attention` chooses."""
+    case = Latent(
+        heads=q_latent.shape[1],
+        sizes=(q_latent.shape[2], q_rope.shape[2]),
+        query_lens=tuple(query_lens),
+        kv_lens=tuple(kv_lens),
+        slots=latent_pool.shape[0],
+        capacity=latent_pool.shape[1],
+        dtype=q_latent.dtype,
+        pool_dtype=latent_pool.dtype,
+        contiguous=latent_pool.is_contiguous() and rope_pool.is_contiguous(),
+        device=current(),
+    )
+    arguments = (q_latent, q_rope, latent_pool, rope_pool, slots, query_lens, kv_lens, scale)
+    return choose_latent_attention(case).run(*arguments)
+
+
+@npu_kernel("causal_attention")
+def causal_attention_npu(
+    q: Tensor, k: Tensor, v: Tensor, query_lens: Sequence[int], kv_lens: Sequence[int], scale: float
+) -> Tensor:
+    """`causal_attention` on an NPU, by the kernel that `choose_causal_attention` chooses."""
+    sizes = (q.shape[2], v.shape[2])
+    case = Expanded(q.shape[1], sizes, tuple(query_lens), tuple(kv_lens), q.dtype, current())
+    return choose_causal_attention(case).run(q, k, v, query_lens, kv_lens, scale)
+
+
+def choose_latent_attention(case: Latent) -> Choice:
+    return choose("latent_attention", LATENT, case)
+
+
+def choose_causal_attention(case: Expanded) -> Choice:
+    return choose("causal_attention", CAUSAL, case)
+
+
+#: In order of preference.
+LATENT: tuple[Candidate[Latent], ...] = (
+    Candidate("fia_v2_absorbed", refuse_latent, latent),
+    Candidate("composed", takes_anything, reference("latent_attention")),
+)
+CAUSAL: tuple[Candidate[Expanded], ...] = (
+    Candidate("fia_v2_expanded", refuse_expanded, expanded),
+    Candidate("composed", takes_anything, reference("causal_attention")),
+)

@@ -7,15 +7,28 @@ nothing.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kimi_k3_npu.ops.device import current
+from kimi_k3_npu.ops.formats import is_nz
+from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refuse_visit, visit
+from kimi_k3_npu.ops.limits import FLOATS, takes_anything, wrong_dtype
 from kimi_k3_npu.ops.quant import mxfp4_dequantize
-from kimi_k3_npu.ops.registry import define
-from kimi_k3_npu.ops.situ import gated_activation
+from kimi_k3_npu.ops.registry import define, npu_kernel, reference
+from kimi_k3_npu.ops.select import Candidate, Choice, choose
+from kimi_k3_npu.ops.situ import gated_activation, gated_activation_of_groups
+
+#: Rows of the smallest full tile of the CPU's matrix products.
+ROWS = 4
+#: Scales of MX formats come in pairs, one for each 32 elements.
+MX_PAIR = 64
 
 
 @define(
@@ -40,7 +53,7 @@ def moe_experts(
     def expert(e: int, rows: Tensor) -> Tensor:
         return gated_activation(rows @ w13[e].t(), beta, linear_beta) @ w2[e].t()
 
-    return _by_expert(x, weights, ids, first_expert, w13.shape[0], expert)
+    return by_expert(x, weights, ids, first_expert, w13.shape[0], expert)
 
 
 @define(
@@ -69,21 +82,27 @@ def moe_experts_mxfp4(
         w2 = mxfp4_dequantize(w2_packed[e], w2_scale[e], rows.dtype)
         return gated_activation(rows @ w13.t(), beta, linear_beta) @ w2.t()
 
-    return _by_expert(x, weights, ids, first_expert, w13_packed.shape[0], expert)
+    return by_expert(x, weights, ids, first_expert, w13_packed.shape[0], expert)
 
 
-def _by_expert(
+def by_expert(
     x: Tensor, weights: Tensor, ids: Tensor, first: int, count: int, expert: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """Sort the token-expert pairs by expert, run each hit expert once on its rows, and sum per token in fp32."""
-    top_k = ids.shape[1]
+    """Sort the token-expert pairs by expert, run each hit expert once on its rows, and sum per token in fp32.
+
+    Matrix libraries take odd numbers of rows through other kernels, which round differently. In a batch an expert's
+    rows are therefore filled up to a multiple of ROWS, so that no token's result depends on where the others went.
+    """
+    top_k, fill = ids.shape[1], ROWS if x.shape[0] > 1 else 1
     order = ids.flatten().argsort(stable=True)
     sorted_ids = ids.flatten()[order]
-    bounds = torch.searchsorted(sorted_ids, torch.arange(first, first + count + 1, device=ids.device)).tolist()
+    bounds = torch.searchsorted(
+        sorted_ids, torch.arange(first, first + count + 1, dtype=ids.dtype, device=ids.device)
+    ).tolist()
     tokens = (order // top_k)[bounds[0] : bounds[-1]]
     rows = x[tokens]
     outputs = [
-        expert(e, rows[start - bounds[0] : end - bounds[0]])
+        expert(e, F.pad(rows[start - bounds[0] : end - bounds[0]], (0, 0, 0, (start - end) % fill)))[: end - start]
         for e, (start, end) in enumerate(pairwise(bounds))
         if end > start
     ]
@@ -92,3 +111,147 @@ def _by_expert(
         shares = weights.flatten()[order[bounds[0] : bounds[-1]]].unsqueeze(-1)
         total = total.index_add(0, tokens, torch.cat(outputs).float() * shares)
     return total.to(x.dtype)
+
+
+@npu_kernel("moe_experts")
+def moe_experts_npu(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    first_expert: int,
+    beta: float | None,
+    linear_beta: float | None,
+) -> Tensor:
+    """`moe_experts` on an NPU, by the kernel that `choose_experts` chooses."""
+    case = visit(x, ids, w13.shape[0], first_expert, w2.shape[2], current())
+    return choose_experts(case).run(x, weights, ids, w13, w2, first_expert, beta, linear_beta)
+
+
+@dataclass(frozen=True)
+class Mxfp4Visit:
+    """A visit of experts in MXFP4; `nz` says whether their packed matrices lie in NZ."""
+
+    visit: Visit
+    nz: bool
+
+
+@npu_kernel("moe_experts_mxfp4")
+def moe_experts_mxfp4_npu(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13_packed: Tensor,
+    w13_scale: Tensor,
+    w2_packed: Tensor,
+    w2_scale: Tensor,
+    first_expert: int,
+    beta: float | None,
+    linear_beta: float | None,
+) -> Tensor:
+    """`moe_experts_mxfp4` on an NPU, by the kernel that `choose_experts_mxfp4` chooses.
+
+    On an A5 the packed matrices should lie in NZ: pass them through `formats.as_nz(matrix, fp4=True)` after loading.
+    """
+    device = current()
+    # Other generations have no such format, so nobody needs to ask.
+    nz = device.soc == "a5" and is_nz(w13_packed) and is_nz(w2_packed)
+    case = Mxfp4Visit(visit(x, ids, w13_packed.shape[0], first_expert, 2 * w2_packed.shape[2], device), nz)
+    matrices = (w13_packed, w13_scale, w2_packed, w2_scale)
+    return choose_experts_mxfp4(case).run(x, weights, ids, *matrices, first_expert, beta, linear_beta)
+
+
+def choose_experts(case: Visit) -> Choice:
+    return choose("moe_experts", PLAIN, case)
+
+
+def choose_experts_mxfp4(case: Mxfp4Visit) -> Choice:
+    return choose("moe_experts_mxfp4", MXFP4, case)
+
+
+def refuse_grouped(case: Visit) -> str | None:
+    """The limits of npu_grouped_matmul on plain matrices."""
+    return refuse_visit(case) or wrong_dtype("x", case.dtype, FLOATS)
+
+
+def grouped(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    first_expert: int,
+    beta: float | None,
+    linear_beta: float | None,
+) -> Tensor:
+    """Matrices are passed as transposed views, which the operator knows from other strides."""
+    routed = expand(x, ids, w13.shape[0], first_expert)
+    gate_up = grouped_matmul(routed.rows, w13.transpose(1, 2), routed.counts, x.dtype)
+    inner = gated_activation_of_groups(gate_up, routed.counts, beta, linear_beta)
+    return combine(grouped_matmul(inner, w2.transpose(1, 2), routed.counts, x.dtype), routed, weights)
+
+
+def refuse_grouped_mxfp4(case: Mxfp4Visit) -> str | None:
+    """The limits of npu_grouped_matmul on e4m3 rows and e2m1 matrices."""
+    if reason := refuse_visit(case.visit):
+        return reason
+    if case.visit.device.soc != "a5":
+        return f"{case.visit.device.soc} has no FP4 hardware"
+    if reason := wrong_dtype("x", case.visit.dtype, (torch.bfloat16,)):
+        return reason
+    for name, size in (("H", case.visit.width), ("I", case.visit.inner)):
+        if size % MX_PAIR:
+            return f"{name} = {size}, must be a multiple of {MX_PAIR}"
+    return None if case.nz else "the packed matrices do not lie in NZ; pass them through formats.as_nz after loading"
+
+
+def grouped_mxfp4(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13_packed: Tensor,
+    w13_scale: Tensor,
+    w2_packed: Tensor,
+    w2_scale: Tensor,
+    first_expert: int,
+    beta: float | None,
+    linear_beta: float | None,
+) -> Tensor:
+    """MXFP4 matrices by rows that are rounded to MXFP8 before each product."""
+    routed = expand(x, ids, w13_packed.shape[0], first_expert)
+    gate_up = _mx_matmul(routed.rows, w13_packed, w13_scale, routed.counts)
+    inner = gated_activation_of_groups(gate_up, routed.counts, beta, linear_beta)
+    return combine(_mx_matmul(inner, w2_packed, w2_scale, routed.counts), routed, weights)
+
+
+def _mx_matmul(rows: Tensor, packed: Tensor, scale: Tensor, counts: Tensor) -> Tensor:
+    """rows bf16 [M, K], packed u8 [E, N, K/2], scale u8 [E, N, K/32] -> bf16 [M, N].
+
+    Matrix and scales must be seen through the same transposition, as views. The scales of the matrix go where those of
+    a weight-only format go, antiquant_scale. x_dtype stays out: torch_npu's shape function refuses e4m3 there.
+    """
+    torch_npu = importlib.import_module("torch_npu")
+    codes, row_scale = torch.ops.npu.npu_dynamic_mx_quant(rows, dst_type=torch.float8_e4m3fn)
+    return grouped_matmul(
+        codes,
+        packed.transpose(1, 2),
+        counts,
+        rows.dtype,
+        {
+            "antiquant_scale": scale.unflatten(2, (-1, 2)).transpose(1, 2),
+            "per_token_scale": row_scale,
+        },  # [E, K/64, N, 2]
+        {"weight_dtype": torch_npu.float4_e2m1fn_x2, "per_token_scale_dtype": torch_npu.float8_e8m0fnu},
+    )
+
+
+#: In order of preference.
+PLAIN: tuple[Candidate[Visit], ...] = (
+    Candidate("grouped_matmul", refuse_grouped, grouped),
+    Candidate("composed", takes_anything, reference("moe_experts")),
+)
+MXFP4: tuple[Candidate[Mxfp4Visit], ...] = (
+    Candidate("grouped_matmul_mxfp4", refuse_grouped_mxfp4, grouped_mxfp4),
+    Candidate("composed", takes_anything, reference("moe_experts_mxfp4")),
+)

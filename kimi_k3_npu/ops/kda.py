@@ -10,15 +10,17 @@ Functions return new states and never write to the ones they are given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k3_npu.ops.registry import define
-
-CHUNK = 64
+from kimi_k3_npu.ops.device import current as current_device
+from kimi_k3_npu.ops.fused_kda import CHUNK, Chunked, Gate, chunk, gate, refuse_chunk, refuse_gate
+from kimi_k3_npu.ops.limits import takes_anything
+from kimi_k3_npu.ops.registry import define, npu_kernel, reference
+from kimi_k3_npu.ops.select import Candidate, Choice, choose
 
 
 @define("short_conv(Tensor x, Tensor weight, Tensor window, SymInt[] seq_lens) -> (Tensor, Tensor)")
@@ -71,7 +73,7 @@ def l2_norm(x: Tensor) -> Tensor:
 
 @define("kda_step(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state) -> (Tensor, Tensor)")
 def kda_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each sequence: q, k, g [S, h, K], v [S, h, V], beta [S, h], state [S, h, K, V], all fp32.
+    """One token of each sequence: q, k, g [S, h, K], v [S, h, V], beta [S, h], state [S, h, K, V]; fp32, v any.
 
     Returns o [S, h, V] and the next state. o = q S' is formed from the old state, (q exp g) S + (q . k) u, so that one
     product serves it and the prediction of v.
@@ -93,8 +95,10 @@ def kda_recurrent(
 ) -> tuple[Tensor, Tensor]:
     """Any number of tokens of each sequence, one at a time: the definition that the chunked form is held against.
 
-    q, k, g [T, h, K], v [T, h, V], beta [T, h], state [S, h, K, V], all fp32. Returns o [T, h, V] and the next states.
+    q, k, g [T, h, K], v [T, h, V], beta [T, h], state [S, h, K, V], fp32 but for v, which may have the dtype that the
+    model computes in. Returns o [T, h, V] and the next states, fp32.
     """
+    v = v.float()
     outputs, states = [], []
     for s, tokens in enumerate(_token_ranges(seq_lens)):
         current = state[s : s + 1]
@@ -122,6 +126,26 @@ def kda_chunk(
     (the WY form of the delta rule). Everything but the chain of states from chunk to chunk is done for all chunks at
     once.
     """
+    return _chunked(q, k, v, g, beta, state, seq_lens, _solve)
+
+
+def _solve(lower: Tensor, right: Tensor) -> Tensor:
+    """x of (I + tril(lower, -1)) x = right; lower [..., C, C], right and x [..., C, n]."""
+    # with unitriangular=True the diagonal is taken as 1 and nothing above it is read
+    return torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+
+
+def _chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    seq_lens: Sequence[int],
+    solve: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    v = v.float()
     if not q.shape[0]:
         return torch.zeros_like(v), state.clone()
     chunks = [-(-n // CHUNK) for n in seq_lens]
@@ -131,10 +155,7 @@ def kda_chunk(
     scores, attention = _decayed_products(torch.stack([k, q]), k, g)  # each [N, h, C, C]
 
     decayed_k, decayed_q = k * since_start.exp(), q * since_start.exp()
-    # solve_triangular with unitriangular=True takes the diagonal as 1 and reads nothing above it
-    solved = torch.linalg.solve_triangular(
-        beta * scores, beta * torch.cat([v, decayed_k], dim=-1), upper=False, unitriangular=True
-    )
+    solved = solve(beta * scores, beta * torch.cat([v, decayed_k], dim=-1))
     own_writes, state_reads = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     writes, from_state, states = _chain(
         torch.cat([state_reads, decayed_q], dim=-2),
@@ -198,6 +219,24 @@ def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
+def unit_lower_inverse(lower: Tensor) -> Tensor:
+    """The inverse of I + tril(lower, -1), [..., C, C] with C a power of two, by batched products.
+
+    The inverse of [[A, 0], [L, B]] is [[A', 0], [-B' L A', B']] with A' and B' those of A and B. Doubling the blocks
+    from single elements to C/2, each size is one pair of products for all blocks. This is forward substitution in
+    another order. The shorter way, by powers of L, is not: its terms can outgrow the result by orders of magnitude.
+    """
+    size = lower.shape[-1]
+    inverse = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(lower).clone()
+    block = 1
+    while block < size:
+        halves = _diagonal_blocks(inverse, 2 * block)
+        coupling = _diagonal_blocks(lower, 2 * block)[..., block:, :block]
+        halves[..., block:, :block] = -halves[..., block:, block:] @ coupling @ halves[..., :block, :block]
+        block *= 2
+    return inverse
+
+
 def _reverse_exclusive_cumsum(x: Tensor) -> Tensor:
     """For each token the sum over the later ones of its block, [..., n, K]."""
     return x.flip(-2).cumsum(dim=-2).flip(-2) - x
@@ -229,3 +268,46 @@ def _token_ranges(lengths: Sequence[int]) -> list[range]:
 
 def _uniform(seq_lens: Sequence[int]) -> bool:
     return len(seq_lens) > 0 and all(n == seq_lens[0] for n in seq_lens)
+
+
+@npu_kernel("kda_gate")
+def kda_gate_npu(f: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
+    """`kda_gate` on an NPU, by the kernel that `choose_gate` chooses."""
+    tokens, heads, width = f.shape
+    case = Gate(tokens, heads, width, f.dtype, current_device())
+    return choose_gate(case).run(f, A_log, dt_bias, lower_bound)
+
+
+@npu_kernel("kda_chunk")
+def kda_chunk_npu(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, seq_lens: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """`kda_chunk` on an NPU, by the kernel that `choose_chunk` chooses."""
+    case = Chunked(tuple(seq_lens), k.shape[1], k.shape[2], v.shape[2], v.dtype, current_device())
+    return choose_chunk(case).run(q, k, v, g, beta, state, seq_lens)
+
+
+def choose_gate(case: Gate) -> Choice:
+    return choose("kda_gate", GATE, case)
+
+
+def choose_chunk(case: Chunked) -> Choice:
+    return choose("kda_chunk", CHUNKED, case)
+
+
+def composed_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, seq_lens: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The reference without torch.linalg.solve_triangular, which an NPU does not have."""
+    return _chunked(q, k, v, g, beta, state, seq_lens, lambda lower, right: unit_lower_inverse(lower) @ right)
+
+
+#: In order of preference.
+GATE: tuple[Candidate[Gate], ...] = (
+    Candidate("sgl_kda_gate", refuse_gate, gate),
+    Candidate("composed", takes_anything, reference("kda_gate")),
+)
+CHUNKED: tuple[Candidate[Chunked], ...] = (
+    Candidate("sgl_chunk_kda_fwd", refuse_chunk, chunk),
+    Candidate("composed", takes_anything, composed_chunk),
+)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from kimi_k3_npu.ops.registry import define
+from kimi_k3_npu.ops import sgl
+from kimi_k3_npu.ops.device import Device, current
+from kimi_k3_npu.ops.limits import FLOATS, OFFSET_LIMIT, no_package, nothing_to_run, takes_anything, wrong_dtype
+from kimi_k3_npu.ops.registry import define, npu_kernel, reference
+from kimi_k3_npu.ops.select import Candidate, Choice, choose
+
+#: A row in fp32 and its products have to fit the unified buffer of a core: compiled for Ascend910B3, 8192 fits and
+#: 12288 does not.
+WIDEST_ROW = 8192
 
 
 @define("mix_residuals(Tensor prefix, Tensor bank, Tensor weight, float eps) -> Tensor")
@@ -23,3 +33,63 @@ def mix_residuals(prefix: Tensor, bank: Tensor, weight: Tensor, eps: float) -> T
     shares = torch.softmax(scores * torch.rsqrt(norms / width + eps), dim=-1)
     mixed = torch.matmul(shares[:, None, :-1], rows).squeeze(1)  # [T, 1, B] @ [T, B, H]
     return torch.addcmul(mixed, shares[:, -1:], last).to(prefix.dtype)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """One mixture of `rows` bank rows a token on one device; `contiguous` is of prefix, bank and weight."""
+
+    tokens: int
+    rows: int
+    width: int
+    dtype: torch.dtype
+    contiguous: bool
+    device: Device
+
+
+@npu_kernel("mix_residuals")
+def mix_residuals_npu(prefix: Tensor, bank: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`mix_residuals` on an NPU, by the kernel that `choose_mix` chooses."""
+    contiguous = prefix.is_contiguous() and bank.is_contiguous() and weight.is_contiguous()
+    tokens, rows, width = bank.shape
+    case = Mix(tokens, rows, width, prefix.dtype, contiguous, current())
+    return choose_mix(case).run(prefix, bank, weight, eps)
+
+
+def choose_mix(case: Mix) -> Choice:
+    return choose("mix_residuals", CANDIDATES, case)
+
+
+def refuse_fused(case: Mix) -> str | None:
+    """The limits of sgl_kernel_npu's mix_fused. Any number of tokens will do: `fused` takes them in parts."""
+    if reason := nothing_to_run(case.device, case.tokens) or no_package(case.device):
+        return reason
+    if not case.rows:
+        return "the bank has no rows"
+    if case.width > WIDEST_ROW:
+        return f"a row has {case.width} elements, at most {WIDEST_ROW} fit a core"
+    if not case.contiguous:
+        return "prefix, bank and weight must be contiguous"
+    return wrong_dtype("prefix", case.dtype, FLOATS)
+
+
+def tokens_per_launch(rows: int, width: int) -> int:
+    """The kernel counts offsets into the bank in 32 bits."""
+    return (OFFSET_LIMIT - 1) // (rows * width)
+
+
+def fused(prefix: Tensor, bank: Tensor, weight: Tensor, eps: float) -> Tensor:
+    kernel = sgl.function("kimi_k3.attn_residual", "mix_fused")
+    tokens, rows, width = bank.shape
+    most = tokens_per_launch(rows, width)
+    if tokens <= most:
+        return kernel(prefix, bank, rows, weight, eps)
+    parts = zip(prefix.split(most), bank.split(most), strict=True)
+    return torch.cat([kernel(some, their_bank, rows, weight, eps) for some, their_bank in parts])
+
+
+#: In order of preference.
+CANDIDATES: tuple[Candidate[Mix], ...] = (
+    Candidate("sgl_mix_fused", refuse_fused, fused),
+    Candidate("composed", takes_anything, reference("mix_residuals")),
+)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from kimi_k3_npu.ops.registry import define
+from kimi_k3_npu.ops.device import Device, current
+from kimi_k3_npu.ops.limits import nothing_to_run, takes_anything
+from kimi_k3_npu.ops.registry import define, npu_kernel, reference
+from kimi_k3_npu.ops.select import Candidate, Choice, choose
+
+#: The fused operator sorts at most this many scores of a token, each group padded to a multiple of 32.
+MOST_EXPERTS = 2048
+SORTED_TOGETHER = 32
+
+_SIGMOID = 1
 
 
 @define(
@@ -26,7 +37,7 @@ def route(
 
     logits [T, E] fp32, bias [E] fp32. Scores are the sigmoid of the logits, or their softmax. With groups, only the
     `topk_group` groups with the largest sum of their two best take part; the experts of the others count as 0, as in
-    the published code. Returns weights [T, k] fp32 and ids [T, k] int64.
+    the published code. Returns weights [T, k] fp32 and ids [T, k] int32, a token's experts in any order.
     """
     scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
     choice = scores + bias
@@ -40,4 +51,84 @@ def route(
     weights = scores.gather(1, ids)
     if renormalize and top_k > 1:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return weights * scaling, ids
+    return weights * scaling, ids.to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One routing of `tokens` tokens over `experts` experts on one device."""
+
+    tokens: int
+    experts: int
+    top_k: int
+    num_groups: int
+    topk_group: int
+    renormalize: bool
+    sigmoid: bool
+    dtype: torch.dtype
+    device: Device
+
+
+@npu_kernel("route")
+def route_npu(
+    logits: Tensor,
+    bias: Tensor,
+    top_k: int,
+    num_groups: int,
+    topk_group: int,
+    renormalize: bool,
+    scaling: float,
+    sigmoid: bool,
+) -> tuple[Tensor, Tensor]:
+    """`route` on an NPU, by the kernel that `choose_route` chooses."""
+    tokens, experts = logits.shape
+    groups = (num_groups, topk_group)
+    case = Routing(tokens, experts, top_k, *groups, renormalize, sigmoid, logits.dtype, current())
+    return choose_route(case).run(logits, bias, top_k, num_groups, topk_group, renormalize, scaling, sigmoid)
+
+
+def choose_route(case: Routing) -> Choice:
+    return choose("route", CANDIDATES, case)
+
+
+def refuse_fused(case: Routing) -> str | None:
+    """The limits of npu_moe_gating_top_k (torch_npu's page), and where it computes something else."""
+    if reason := nothing_to_run(case.device, case.tokens):
+        return reason
+    if case.dtype != torch.float32:
+        return f"logits are {case.dtype}, must be float32 as the bias is"
+    if not case.sigmoid:
+        return "scores are a softmax, which it never renormalises"
+    if not case.renormalize or case.top_k == 1:
+        return "it always divides sigmoid scores by their sum"
+    if case.topk_group < case.num_groups:
+        return "it ranks the experts of a masked group below all others, here they count as 0"
+    padded = -(-case.experts // SORTED_TOGETHER) * SORTED_TOGETHER
+    if not 2 < case.experts <= padded <= MOST_EXPERTS:
+        return f"{case.experts} experts, must be 3 to {MOST_EXPERTS}"
+    if not 1 <= case.top_k <= case.experts:
+        return f"top_k = {case.top_k} of {case.experts} experts"
+    return None
+
+
+def fused(
+    logits: Tensor,
+    bias: Tensor,
+    top_k: int,
+    num_groups: int,
+    topk_group: int,
+    renormalize: bool,
+    scaling: float,
+    sigmoid: bool,
+) -> tuple[Tensor, Tensor]:
+    """All groups take part (see `refuse_fused`), so the operator sees one group."""
+    options = {"renorm": 0, "norm_type": _SIGMOID, "routed_scaling_factor": scaling, "eps": 1e-20}
+    weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k(logits, top_k, bias=bias, **options)
+    return weights, ids
+
+
+#: In order of preference.
+CANDIDATES: tuple[Candidate[Routing], ...] = (
+    Candidate("npu_moe_gating_top_k", refuse_fused, fused),
+    Candidate("composed", takes_anything, reference("route")),
+)

@@ -1,12 +1,24 @@
-"""Gated activations of the MLPs and experts: SiTU (K3) and SiLU (Kimi-Linear)."""
+"""Gated activations of the MLPs and experts: SiTU (K3) and SiLU (Kimi-Linear).
+
+No torch_npu operator computes SiTU: its gated activations are SwiGLU, plain or clamped, and clamping is not tanh.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k3_npu.ops.registry import define
+from kimi_k3_npu.ops import sgl
+from kimi_k3_npu.ops.device import Device, current
+from kimi_k3_npu.ops.limits import FLOATS, no_package, nothing_to_run, takes_anything, wrong_dtype
+from kimi_k3_npu.ops.registry import define, npu_kernel, reference
+from kimi_k3_npu.ops.select import Candidate, Choice, choose
+
+#: How sgl_kernel_npu calls a list of group sizes. Its other kind, running sums, makes it read one entry too far.
+COUNTS = 1
 
 
 @define("situ_and_mul(Tensor gate_up, float beta, float? linear_beta) -> Tensor")
@@ -28,3 +40,64 @@ def gated_activation(gate_up: Tensor, beta: float | None, linear_beta: float | N
         return situ_and_mul(gate_up, beta, linear_beta)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gated_activation_of_groups(
+    gate_up: Tensor, counts: Tensor, beta: float | None, linear_beta: float | None
+) -> Tensor:
+    """The same on an NPU for rows sorted by expert, gate_up [M, 2I] -> [M, I]; counts int64 [E], one an expert.
+
+    Rows past the sum of the counts are nobody's: they hold anything before and after.
+    """
+    if beta is None:
+        return gated_activation(gate_up, None, None)
+    return choose_situ(_case(gate_up)).run(gate_up, beta, linear_beta, counts)
+
+
+@dataclass(frozen=True)
+class Situ:
+    """One activation of `rows` rows on one device."""
+
+    rows: int
+    dtype: torch.dtype
+    device: Device
+
+
+@npu_kernel("situ_and_mul")
+def situ_and_mul_npu(gate_up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    """`situ_and_mul` on an NPU, by the kernel that `choose_situ` chooses."""
+    return choose_situ(_case(gate_up)).run(gate_up, beta, linear_beta, None)
+
+
+def choose_situ(case: Situ) -> Choice:
+    return choose("situ_and_mul", CANDIDATES, case)
+
+
+def _case(gate_up: Tensor) -> Situ:
+    return Situ(gate_up.numel() // max(1, gate_up.shape[-1]), gate_up.dtype, current())
+
+
+def refuse_fused(case: Situ) -> str | None:
+    """The limits of sgl_kernel_npu's situ_and_mul, which takes rows of any width in tiles, with 64-bit offsets."""
+    return (
+        nothing_to_run(case.device, case.rows) or no_package(case.device) or wrong_dtype("gate_up", case.dtype, FLOATS)
+    )
+
+
+def fused(gate_up: Tensor, beta: float, linear_beta: float | None, counts: Tensor | None) -> Tensor:
+    """Both betas are always passed: the kernel's defaults are those of one model."""
+    kernel = sgl.function("activation.situ", "situ_and_mul")
+    groups = {} if counts is None else {"group_list": counts, "group_list_type": COUNTS}
+    return kernel(gate_up.contiguous(), beta=beta, linear_beta=linear_beta, **groups)
+
+
+def composed(gate_up: Tensor, beta: float, linear_beta: float | None, counts: Tensor | None) -> Tensor:
+    """Basic operators over all rows, also those past the groups: their number is known to the device only."""
+    return reference("situ_and_mul")(gate_up, beta, linear_beta)
+
+
+#: In order of preference.
+CANDIDATES: tuple[Candidate[Situ], ...] = (
+    Candidate("sgl_situ_and_mul", refuse_fused, fused),
+    Candidate("composed", takes_anything, composed),
+)

@@ -43,6 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
         open_meta_gates()
     import torch_npu  # noqa: F401  registers the operators
 
+    from tests.npu import evidence
+
+    config.pluginmanager.register(evidence.Recorder(), evidence.NAME)
+
 
 def cann_is_installed() -> bool:
     try:

@@ -180,6 +180,11 @@ LIMITS: list[tuple[str, Callable[[], Change], str]] = [
     ("fia_expanded", lambda: {"num_key_value_heads": 3}, "heads"),
     ("fia_expanded", lambda: {"pre_tokens": 5}, "pre_tokens"),
     ("fia_expanded", lambda: {"learnable_sink": randn(6)}, "not supported here: learnable_sink"),
+    ("chunk_kda", lambda: {"q": randn(1, 69, 2, 16, dtype=torch.float16)}, "must be bfloat16"),
+    ("chunk_kda", lambda: {"cu_seqlens": counts(0, 3, 3, 69)}, "cu_seqlens"),
+    ("chunk_kda", lambda: {"cu_seqlens": counts(0, 3, 60)}, "for 69 tokens"),
+    ("chunk_kda", lambda: {"initial_state": torch.zeros(2, 2, 32, 16)}, "initial_state"),
+    ("chunk_kda", lambda: {"chunk_size": 32}, "64 or 128"),
 ]
 
 

@@ -13,9 +13,9 @@ reading it shows.
 
 from __future__ import annotations
 
-from tests.npu.emulation import attention, experts, matmul, norm, quant, routing, weights
+from tests.npu.emulation import attention, experts, matmul, norm, quant, routing, sgl, weights
 from tests.npu.emulation.core import LIFTABLE, calls, fresh, install, lifted
-from tests.npu.emulation.matmul import with_sgl_kernel_npu
+from tests.npu.emulation.sgl import with_sgl_kernel_npu
 
 __all__ = [
     "LIFTABLE",
@@ -29,6 +29,7 @@ __all__ = [
     "norm",
     "quant",
     "routing",
+    "sgl",
     "weights",
     "with_sgl_kernel_npu",
 ]

@@ -171,6 +171,16 @@ def fia_expanded() -> dict:
     return tensors | ropes | lens | options | {"softmax_scale": 0.1}
 
 
+def chunk_kda() -> dict:
+    """Two sequences, 3 tokens and 66, 2 heads."""
+    T, h, K, V = 69, 2, 16, 32
+    per_token = {"q": randn(1, T, h, K), "k": randn(1, T, h, K) / 4, "v": randn(1, T, h, V), "scale": 0.5}
+    gates = {"g": -torch.rand(1, T, h, K), "beta": torch.rand(1, T, h)}
+    return (
+        per_token | gates | {"initial_state": torch.randn(2, h, K, V), "cu_seqlens": counts(0, 3, 69), "chunk_size": 64}
+    )
+
+
 CASES: dict[str, tuple[str, Callable[[], dict]]] = {
     "transpose_batchmatmul": ("npu_transpose_batchmatmul", transpose_batchmatmul),
     "sgl_bmm": ("batch_matmul_transpose", sgl_bmm),
@@ -194,6 +204,7 @@ CASES: dict[str, tuple[str, Callable[[], dict]]] = {
     "fia_absorbed": ("npu_fused_infer_attention_score_v2", fia_absorbed),
     "fia_absorbed_bsnd": ("npu_fused_infer_attention_score_v2", fia_absorbed_bsnd),
     "fia_expanded": ("npu_fused_infer_attention_score_v2", fia_expanded),
+    "chunk_kda": ("chunk_kda_fwd", chunk_kda),
 }
 #: Cases that need an A5; the others run on an A3.
 ON_A5 = ("gmm_mxfp4", "dynamic_mx_quant")

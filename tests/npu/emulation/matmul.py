@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
-import types
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -79,19 +75,6 @@ def batch_matmul_transpose(
     before = _TILING.setdefault(m, (heads, k, n))
     _sgl(before == (heads, k, n), f"the tiling of m = {m} is {before} and is overwritten with {(heads, k, n)}")
     c.copy_(torch.bmm(a.transpose(0, 1).float(), b.float()).transpose(0, 1))
-
-
-@contextmanager
-def with_sgl_kernel_npu() -> Iterator[None]:
-    """Let `import sgl_kernel_npu` succeed inside the block; its operator exists as soon as this file is imported."""
-    name = "sgl_kernel_npu"
-    module = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
-    sys.modules[name] = module
-    try:
-        yield
-    finally:
-        del sys.modules[name]
 
 
 _SCHEMAS = torch.library.Library("npu", "FRAGMENT")

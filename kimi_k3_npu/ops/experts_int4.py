@@ -1,0 +1,313 @@
+"""The routed experts with 4-bit integer weights, in two formats, each as published and as an NPU reads it.
+
+Letters as in `ops.experts`; of one matrix, [N, K] is its published shape (N outputs, K inputs) and C the parts that a
+published correction is split into.
+
+- W4A8 (ModelSlim's W4A8_DYNAMIC): one scale an output; rows are rounded to int8 while they are used.
+- Grouped int4 (W4A16): one scale for each 32 inputs. A matrix may be the sum of two under the same scales, which holds
+  every MXFP4 value exactly: twice it is an integer in -12..12, a sum of two nibbles.
+
+What the layout of a tensor is shows in its shape or dtype, so the references take both layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kimi_k3_npu.ops.constants import constant
+from kimi_k3_npu.ops.device import current
+from kimi_k3_npu.ops.experts import by_expert
+from kimi_k3_npu.ops.formats import as_nz
+from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refuse_visit, visit
+from kimi_k3_npu.ops.int4 import (
+    HIGHEST,
+    LOWEST,
+    from_offset,
+    int4_matrix,
+    rows_to_columns,
+    unpack_columns,
+    unpack_rows,
+)
+from kimi_k3_npu.ops.limits import HALVES, takes_anything, wrong_dtype
+from kimi_k3_npu.ops.quant import E2M1
+from kimi_k3_npu.ops.registry import define, npu_kernel, reference
+from kimi_k3_npu.ops.select import Candidate, Choice, choose
+from kimi_k3_npu.ops.situ import gated_activation, gated_activation_of_groups
+
+#: Inputs that share a scale in the grouped format.
+GROUP = 32
+#: K of a W4A8 product.
+MOST_INPUTS = 18432
+
+
+@define(
+    "moe_experts_w4a8(Tensor x, Tensor weights, Tensor ids, Tensor w13, Tensor w13_scale, Tensor w13_bias, Tensor w2, "
+    "Tensor w2_scale, Tensor w2_bias, int first_expert, float? beta, float? linear_beta) -> Tensor"
+)
+def moe_experts_w4a8(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w13_bias: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w2_bias: Tensor,
+    first_expert: int,
+    beta: float | None,
+    linear_beta: float | None,
+) -> Tensor:
+    """`moe_experts` on W4A8 weights, here each expanded while it is used and with rows as they are.
+
+    Of each matrix, published: int8 [E, N/2, K] (two outputs a byte), scale fp32 [E, N, 1], bias fp32 [E, N, C]; or what
+    `prepare_w4a8` makes of the three. The bias is no part of the function: it corrects how an NPU multiplies.
+    """
+
+    def expert(e: int, rows: Tensor) -> Tensor:
+        first, second = w4a8_matrix(w13[e], w13_scale[e], x.dtype), w4a8_matrix(w2[e], w2_scale[e], x.dtype)
+        return gated_activation(rows @ first.t(), beta, linear_beta) @ second.t()
+
+    return by_expert(x, weights, ids, first_expert, w13.shape[0], expert)
+
+
+@define(
+    "moe_experts_int4_group(Tensor x, Tensor weights, Tensor ids, Tensor[] w13, Tensor w13_scale, Tensor[] w2, "
+    "Tensor w2_scale, int first_expert, float? beta, float? linear_beta) -> Tensor"
+)
+def moe_experts_int4_group(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Sequence[Tensor],
+    w13_scale: Tensor,
+    w2: Sequence[Tensor],
+    w2_scale: Tensor,
+    first_expert: int,
+    beta: float | None,
+    linear_beta: float | None,
+) -> Tensor:
+    """`moe_experts` on grouped int4 weights, here each expanded while it is used.
+
+    Of each matrix, published (compressed-tensors' pack-quantized): one int32 [E, N, K/8], each nibble a value plus 8,
+    with scale [E, N, K/32]; or what `prepare_int4_group` or `prepare_mxfp4_as_int4` makes of it: one int32 [E, K, N/8]
+    or two, to be added, with scale [E, K/32, N] in x's dtype.
+    """
+
+    def expert(e: int, rows: Tensor) -> Tensor:
+        first = int4_group_matrix([codes[e] for codes in w13], w13_scale[e], x.dtype)
+        second = int4_group_matrix([codes[e] for codes in w2], w2_scale[e], x.dtype)
+        return gated_activation(rows @ first.t(), beta, linear_beta) @ second.t()
+
+    return by_expert(x, weights, ids, first_expert, w13_scale.shape[0], expert)
+
+
+def w4a8_matrix(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A published or prepared W4A8 matrix, expanded to [N, K]."""
+    if codes.dtype == torch.int8:
+        return (unpack_rows(codes) * scale).to(dtype)
+    return (unpack_columns(codes) * scale.to(torch.int32).view(torch.float32)).t().to(dtype)
+
+
+def int4_group_matrix(codes: Sequence[Tensor], scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A published or prepared grouped int4 matrix, expanded to [N, K]."""
+    if codes[0].shape[0] == scale.shape[0]:  # N rows each; prepared, there are 32 times as many of codes
+        values = unpack_columns(from_offset(codes[0]))
+        return (values.unflatten(-1, (-1, GROUP)) * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
+    values = torch.stack([unpack_columns(part) for part in codes]).sum(0)
+    return (values.unflatten(0, (-1, GROUP)) * scale.float().unsqueeze(1)).flatten(0, 1).t().to(dtype)
+
+
+def w4a8_bias(codes: Tensor, scale: Tensor) -> Tensor:
+    """8 * sum over K of a published matrix, fp32 [E, N, 1], for a checkpoint that lacks it or to check one that has it.
+
+    An NPU splits an int8 of a row into nibbles and feeds 16 * high + (low - 8) to its int4 unit: 8 less than it should.
+    """
+    return 8 * unpack_rows(codes).sum(dim=-1, keepdim=True) * scale
+
+
+def prepare_w4a8(codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Published int8 [E, N/2, K], fp32 [E, N, 1], fp32 [E, N, C] -> int32 [E, K, N/8], int64 [E, 1, N], fp32 [E, N].
+
+    The cast to NZ comes before the view as int32: a tile of int8 is byte for byte a tile of int4, one of int32 is not.
+    A scale is the bit pattern of its fp32 in the low half of an int64.
+    """
+    columns = as_nz(rows_to_columns(codes), False).view(torch.int32)
+    bits = scale.transpose(1, 2).contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    return columns, bits, bias.sum(dim=-1)
+
+
+def prepare_int4_group(codes: Tensor, scale: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Published int32 [E, N, K/8], scale [E, N, K/32] -> [int32 [E, K, N/8]], scale [E, K/32, N]."""
+    # One expert at a time: what torch_npu packs it takes as int32, eight times the size.
+    packed = torch.stack([int4_matrix(unpack_columns(from_offset(matrix)).t().contiguous()) for matrix in codes])
+    return [packed], scale.transpose(1, 2).contiguous()
+
+
+def prepare_mxfp4_as_int4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """MXFP4 u8 [E, N, K/2], u8 [E, N, K/32] -> two int32 [E, K, N/8] and their scale [E, K/32, N], half of MXFP4's.
+
+    The first holds as much of twice the value as a nibble can, so the second is mostly zero and never of the other
+    sign: adding up their products cancels nothing.
+    """
+    doubled = torch.tensor([int(2 * value) for value in E2M1], dtype=torch.int8, device=packed.device)
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for matrix in packed:
+        nibbles = torch.stack([matrix & 0xF, matrix >> 4], dim=-1).flatten(-2)  # [N, K]
+        values = doubled[nibbles.int()].t()
+        first = values.clamp(LOWEST, HIGHEST)
+        for part, codes in zip(parts, (first, values - first), strict=True):
+            part.append(int4_matrix(codes.contiguous()))
+    halves = torch.exp2(scale.float() - 128).masked_fill(scale == 255, torch.nan)
+    return [torch.stack(part) for part in parts], halves.transpose(1, 2).to(dtype).contiguous()
+
+
+@dataclass(frozen=True)
+class Int4Visit:
+    """A visit of experts in a 4-bit format; `prepared` says whether all of their tensors are."""
+
+    visit: Visit
+    prepared: bool
+
+
+@npu_kernel("moe_experts_w4a8")
+def moe_experts_w4a8_npu(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w13_bias: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w2_bias: Tensor,
+    first_expert: int,
+    beta: float | None,
+    linear_beta: float | None,
+) -> Tensor:
+    """`moe_experts_w4a8` on an NPU, by the kernel that `choose_w4a8` chooses."""
+    prepared = w13.dtype == w2.dtype == torch.int32
+    inner = w13_scale.numel() // w13.shape[0] // 2
+    case = Int4Visit(visit(x, ids, w13.shape[0], first_expert, inner, current()), prepared)
+    matrices = (w13, w13_scale, w13_bias, w2, w2_scale, w2_bias)
+    return choose_w4a8(case).run(x, weights, ids, *matrices, first_expert, beta, linear_beta)
+
+
+@npu_kernel("moe_experts_int4_group")
+def moe_experts_int4_group_npu(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Sequence[Tensor],
+    w13_scale: Tensor,
+    w2: Sequence[Tensor],
+    w2_scale: Tensor,
+    first_expert: int,
+    beta: float | None,
+    linear_beta: float | None,
+) -> Tensor:
+    """`moe_experts_int4_group` on an NPU, by the kernel that `choose_int4_group` chooses."""
+    prepared = all(codes[0].shape[1] == GROUP * scale.shape[1] for codes, scale in ((w13, w13_scale), (w2, w2_scale)))
+    inner = GROUP * w2_scale.shape[1 if prepared else 2]
+    case = Int4Visit(visit(x, ids, w13_scale.shape[0], first_expert, inner, current()), prepared)
+    matrices = (w13, w13_scale, w2, w2_scale)
+    return choose_int4_group(case).run(x, weights, ids, *matrices, first_expert, beta, linear_beta)
+
+
+def choose_w4a8(case: Int4Visit) -> Choice:
+    return choose("moe_experts_w4a8", W4A8, case)
+
+
+def choose_int4_group(case: Int4Visit) -> Choice:
+    return choose("moe_experts_int4_group", INT4_GROUP, case)
+
+
+def refuse_int4(case: Int4Visit) -> str | None:
+    """What holds for both formats."""
+    if reason := refuse_visit(case.visit) or wrong_dtype("x", case.visit.dtype, HALVES):
+        return reason
+    if case.visit.device.soc == "a5":
+        return "its weights are laid out for a2 and a3"
+    return None if case.prepared else "the weights are as published, they must be prepared after loading"
+
+
+def refuse_w4a8(case: Int4Visit) -> str | None:
+    """The limits of npu_grouped_matmul on int8 rows and int4 matrices."""
+    if case.visit.experts == 1:
+        return "one expert: it reads a list of counts whatever it is told, and such a list must not have length 1"
+    for name, size in (("H", case.visit.width), ("I", case.visit.inner)):
+        if size > MOST_INPUTS:
+            return f"{name} = {size}, must be at most {MOST_INPUTS}"
+    return refuse_int4(case)
+
+
+def w4a8(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w13_bias: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w2_bias: Tensor,
+    first_expert: int,
+    beta: float | None,
+    linear_beta: float | None,
+) -> Tensor:
+    """Rows are rounded to int8, each with its own scale, on the way to the experts and between the two products."""
+    routed = expand(x, ids, w13.shape[0], first_expert, quantize=True)
+    scales = {"scale": w13_scale, "bias": w13_bias, "per_token_scale": routed.scale}
+    gate_up = grouped_matmul(routed.rows, w13, routed.counts, x.dtype, scales)
+    inner, inner_scale = torch.ops.npu.npu_dynamic_quant(
+        gated_activation_of_groups(gate_up, routed.counts, beta, linear_beta)
+    )
+    scales = {"scale": w2_scale, "bias": w2_bias, "per_token_scale": inner_scale}
+    return combine(grouped_matmul(inner, w2, routed.counts, x.dtype, scales), routed, weights)
+
+
+def int4_group(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Sequence[Tensor],
+    w13_scale: Tensor,
+    w2: Sequence[Tensor],
+    w2_scale: Tensor,
+    first_expert: int,
+    beta: float | None,
+    linear_beta: float | None,
+) -> Tensor:
+    """Rows stay as they are; a matrix that is a sum of two is two products."""
+    routed = expand(x, ids, w13_scale.shape[0], first_expert)
+    gate_up = _int4_matmul(routed.rows, w13, w13_scale, routed.counts)
+    inner = gated_activation_of_groups(gate_up, routed.counts, beta, linear_beta)
+    return combine(_int4_matmul(inner, w2, w2_scale, routed.counts), routed, weights)
+
+
+def _int4_matmul(rows: Tensor, parts: Sequence[Tensor], scale: Tensor, counts: Tensor) -> Tensor:
+    scale = scale.to(rows.dtype)
+    scales = {"antiquant_scale": scale, "antiquant_offset": zeros(tuple(scale.shape), scale.dtype, scale.device)}
+    products = [grouped_matmul(rows, codes, counts, rows.dtype, scales) for codes in parts]
+    return products[0] if len(products) == 1 else products[0].add_(products[1])
+
+
+@constant
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Offsets of a format that has none, which the operator wants all the same."""
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+#: In order of preference.
+W4A8: tuple[Candidate[Int4Visit], ...] = (
+    Candidate("grouped_matmul_w4a8", refuse_w4a8, w4a8),
+    Candidate("composed", takes_anything, reference("moe_experts_w4a8")),
+)
+INT4_GROUP: tuple[Candidate[Int4Visit], ...] = (
+    Candidate("grouped_matmul_int4", refuse_int4, int4_group),
+    Candidate("composed", takes_anything, reference("moe_experts_int4_group")),
+)

@@ -1,0 +1,81 @@
+"""How a weight lies in the memory of an NPU: plainly (ND), or in the tiles that the matrix unit reads (NZ).
+
+The format changes neither shape nor values, and views keep it; any copy of an NZ tensor is ND again.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kimi_k3_npu.ops.device import Device, current
+from kimi_k3_npu.ops.limits import nothing_to_run, takes_anything
+from kimi_k3_npu.ops.registry import define, npu_kernel, reference
+from kimi_k3_npu.ops.select import Candidate, Choice, choose
+
+NZ = 29
+#: A tile is 16 rows of 32 bytes.
+TILE_ROWS, TILE_BYTES = 16, 32
+
+
+@define("as_nz(Tensor weight, bool fp4) -> Tensor")
+def as_nz(weight: Tensor, fp4: bool) -> Tensor:
+    """A copy of `weight` [..., rows, columns] in NZ where there is such a thing; elsewhere, or if no tiles fit, ND.
+
+    fp4: each byte (uint8) holds two 4-bit floats, which are tiled as such.
+    """
+    return weight.clone()
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One cast on one device; `row_bytes` is the length of a row."""
+
+    rows: int
+    row_bytes: int
+    fp4: bool
+    device: Device
+
+
+@npu_kernel("as_nz")
+def as_nz_npu(weight: Tensor, fp4: bool) -> Tensor:
+    """`as_nz` on an NPU, as `choose_format` chooses."""
+    rows, columns = weight.shape[-2:]
+    return choose_format(Cast(rows, columns * weight.element_size(), fp4, current())).run(weight, fp4)
+
+
+def is_nz(weight: Tensor) -> bool:
+    """Whether an NPU tensor lies in NZ."""
+    return importlib.import_module("torch_npu").get_npu_format(weight) == NZ
+
+
+def choose_format(case: Cast) -> Choice:
+    return choose("as_nz", CANDIDATES, case)
+
+
+def refuse_nz(case: Cast) -> str | None:
+    """Whole tiles only; and 4-bit floats exist on the A5 alone."""
+    if reason := nothing_to_run(case.device, case.rows):
+        return reason
+    if case.fp4 and case.device.soc != "a5":
+        return f"{case.device.soc} has no 4-bit floats, only a5 has"
+    if case.rows % TILE_ROWS or case.row_bytes % TILE_BYTES:
+        return f"{case.rows} rows of {case.row_bytes} bytes are not whole tiles of {TILE_ROWS} rows of {TILE_BYTES}"
+    return None
+
+
+def nz(weight: Tensor, fp4: bool) -> Tensor:
+    torch_npu = importlib.import_module("torch_npu")
+    torch_npu.npu.config.allow_internal_format = True  # without it the cast does nothing, and says nothing
+    dtypes = {"customize_dtype": torch.float8_e4m3fn, "input_dtype": torch_npu.float4_e2m1fn_x2} if fp4 else {}
+    return torch.ops.npu.npu_format_cast(weight, NZ, **dtypes)
+
+
+#: In order of preference.
+CANDIDATES: tuple[Candidate[Cast], ...] = (
+    Candidate("npu_format_cast", refuse_nz, nz),
+    Candidate("plain", takes_anything, reference("as_nz")),
+)

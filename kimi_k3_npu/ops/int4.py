@@ -1,0 +1,73 @@
+"""Packed 4-bit integers: two's complement nibbles, -8..7, in the orders that checkpoints and NPU operators use.
+
+    along rows      int8 [..., N/2, K]: byte (i, k) holds rows 2i (low nibble) and 2i + 1 of column k    (ModelSlim)
+    along columns   int32 [..., K, N/8]: bits 4j..4j+3 hold column 8i + j                                (NPU operators)
+
+compressed-tensors packs along columns too, each value plus 8; flipping the high bit of every nibble converts.
+Bytes are little endian, so the nibbles of an int32 are those of its bytes in order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kimi_k3_npu.ops.registry import define, npu_kernel
+
+LOWEST, HIGHEST = -8, 7
+
+_HIGH_BITS = -0x77777778  # 0x88888888 as an int32
+
+
+def unpack_rows(packed: Tensor) -> Tensor:
+    """int8 [..., N/2, K] -> int8 [..., N, K]."""
+    return torch.stack(_nibbles(packed), dim=-2).flatten(-3, -2)
+
+
+def pack_rows(codes: Tensor) -> Tensor:
+    """int8 [..., N, K] -> int8 [..., N/2, K]."""
+    low, high = codes.unflatten(-2, (-1, 2)).unbind(-2)
+    return _byte(low, high)
+
+
+def unpack_columns(packed: Tensor) -> Tensor:
+    """int32 [..., K, N/8] -> int8 [..., K, N]."""
+    return torch.stack(_nibbles(packed.contiguous().view(torch.int8)), dim=-1).flatten(-2)
+
+
+def pack_columns(codes: Tensor) -> Tensor:
+    """int8 [..., K, N] -> int32 [..., K, N/8]."""
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return _byte(low, high).view(torch.int32)
+
+
+def rows_to_columns(packed: Tensor) -> Tensor:
+    """int8 [..., N/2, K] along rows -> int8 [..., K, N/2] along columns: a transposition, no nibble moves."""
+    return packed.transpose(-1, -2).contiguous()
+
+
+def from_offset(packed: Tensor) -> Tensor:
+    """int32 whose nibbles are value + 8 -> int32 whose nibbles are the values; and back."""
+    return packed ^ _HIGH_BITS
+
+
+@define("int4_matrix(Tensor codes) -> Tensor")
+def int4_matrix(codes: Tensor) -> Tensor:
+    """int8 [K, N] in -8..7 -> int32 [K, N/8], as the weight-only products of this device take it."""
+    return pack_columns(codes)
+
+
+@npu_kernel("int4_matrix")
+def int4_matrix_npu(codes: Tensor) -> Tensor:
+    """By torch_npu's own packing, whose page leaves the order of the nibbles to the operator. No limit of it binds: the
+    matrix is 2-D, and N a multiple of 8 in any packed form."""
+    return torch.ops.npu.npu_convert_weight_to_int4pack(codes.to(torch.int32).contiguous())
+
+
+def _nibbles(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """The signed low and high nibbles of int8 bytes."""
+    return (packed << 4) >> 4, packed >> 4
+
+
+def _byte(low: Tensor, high: Tensor) -> Tensor:
+    return (low & 0xF) | (high << 4)

@@ -1,0 +1,37 @@
+"""Reasons that several kernels share. A reason is what a kernel says when it refuses a case; None means it takes it."""
+
+from __future__ import annotations
+
+import torch
+
+from kimi_k3_npu.ops.device import Device
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+HALVES = (torch.float16, torch.bfloat16)
+#: Sizes that operators count in 16 bits, and offsets that kernels count in 32, stay below these.
+INNER_LIMIT = 1 << 16
+OFFSET_LIMIT = 1 << 31
+
+SGL_KERNEL_NPU = "sgl_kernel_npu"
+
+
+def nothing_to_run(device: Device, rows: int) -> str | None:
+    """Without an NPU there is no kernel; without rows there is no launch, as on an idle data-parallel rank."""
+    if device.soc == "cpu":
+        return "there is no NPU"
+    return None if rows else "there are no rows"
+
+
+def no_package(device: Device) -> str | None:
+    """Kernels of sgl_kernel_npu are used where it can be imported and are never required."""
+    return None if SGL_KERNEL_NPU in device.packages else f"the package {SGL_KERNEL_NPU} cannot be imported"
+
+
+def wrong_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> str | None:
+    if dtype in allowed:
+        return None
+    return f"{name} is {dtype}, must be {' or '.join(str(option).removeprefix('torch.') for option in allowed)}"
+
+
+def takes_anything(case: object) -> None:
+    """The limit of a composition of basic torch operators."""

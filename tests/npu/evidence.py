@@ -1,0 +1,198 @@
+"""Which NPU kernel was run how, recorded while the tests of this folder run; written to docs/evidence.md.
+
+    .venv-npu/bin/python -m tests.npu.evidence
+
+runs them all and writes the page. On a machine with an NPU it runs the self-test too, which is the highest level.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence.md"
+PAGE_TESTS, PAGE_TEST = "test_evidence.py", "test_the_page_says_what_the_tests_show"
+NAME = "evidence"
+
+SCHEMA, NUMBERS, LOWERED, DEVICE = 1, 2, 3, 4
+LEVELS = {
+    0: "none",
+    SCHEMA: "a call on tensors without memory passed torch_npu's own schema and shape function",
+    NUMBERS: "its numbers were compared on emulated operators, which enforce the documented limits",
+    LOWERED: "the Ascend compiler lowered it",
+    DEVICE: "it ran on a device, and the numbers were compared",
+}
+
+HEAD = """# What is known about each NPU kernel
+
+Written by `python -m tests.npu.evidence` from what passing tests of tests/npu launched; a test fails when it is out of
+date. The level of a kernel is the highest that it has reached:
+
+{levels}
+
+Kernels `sgl_*` and `batch_matmul_transpose` are of the package sgl_kernel_npu. Its schemas and limits were written down
+from its source, so levels 1 and 2 hold these kernels against our reading of it, not against the package.
+
+| operator | kernel | level | schema and shapes | numbers | device |
+|---|---|---|---|---|---|
+"""
+
+
+class Recorder:
+    """A pytest plugin that notes which kernels each passing test launched, on which kind of tensor.
+
+    It wraps the kernels as they are registered, so it must be made before any module of operators is imported.
+    """
+
+    def __init__(self) -> None:
+        from kimi_k3_npu.ops import registry, select
+
+        early = [name for name in sys.modules if name.startswith("kimi_k3_npu.ops.")]
+        assert set(early) <= {registry.__name__, select.__name__}, early
+        #: (operator, kernel) -> level -> where it was shown.
+        self.shown: dict[tuple[str, str], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        #: Operator -> its kernels, in order of preference.
+        self.tables: dict[str, list[str]] = {}
+        self.is_whole_suite, self._some_left_out = False, False
+        self._launched: list[tuple[set[str], str, int]] = []
+        self._operators: list[str] = []
+        self._wrap_registry(registry)
+        self._wrap_choosing(select)
+
+    def _wrap_registry(self, registry: Any) -> None:
+        """An operator that never chooses is its own only kernel."""
+        register = registry.npu_kernel
+
+        def npu_kernel(op: str) -> Callable[[Callable], Callable]:
+            return lambda kernel: register(op)(self._recorded(kernel, kernel.__name__, lambda: {op}))
+
+        registry.npu_kernel = npu_kernel
+
+    def _wrap_choosing(self, select: Any) -> None:
+        make, run, choose = select.Candidate.__init__, select.Choice.run, select.choose
+        owners: dict[Callable, set[str]] = defaultdict(set)
+
+        def make_recorded(candidate: Any, name: str, refuse: Callable, launch: Callable) -> None:
+            def operators() -> set[str]:
+                """The one that chose it; of a candidate that a test launches by itself, all that could."""
+                return set(self._operators[-1:]) or owners[recorded]
+
+            recorded = self._recorded(launch, name, operators)
+            make(candidate, name, refuse, recorded)
+
+        def choose_noted(op: str, candidates: Sequence[Any], *arguments: Any, **options: Any) -> Any:
+            self.tables.setdefault(op, [candidate.name for candidate in candidates])
+            for candidate in candidates:
+                owners[candidate.launch].add(op)
+            return choose(op, candidates, *arguments, **options)
+
+        def run_noted(choice: Any, *arguments: Any) -> Any:
+            self._operators.append(choice.op)
+            try:
+                return run(choice, *arguments)
+            finally:
+                self._operators.pop()
+
+        select.Candidate.__init__, select.Choice.run, select.choose = make_recorded, run_noted, choose_noted
+
+    def _recorded(self, kernel: Callable, name: str, operators: Callable[[], set[str]]) -> Callable:
+        @functools.wraps(kernel)
+        def recorded(*arguments: Any, **options: Any) -> Any:
+            result = kernel(*arguments, **options)
+            self._launched.append((operators(), name, level_of(arguments)))
+            return result
+
+        return recorded
+
+    def keep(self, where: str) -> None:
+        """What was launched since the last time stood the test."""
+        for operators, kernel, level in self._launched:
+            for op in operators:
+                self.shown[op, kernel][level].add(where)
+        self._launched.clear()
+
+    def drop(self) -> None:
+        self._launched.clear()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """What has been shown is looked at last."""
+        items.sort(key=lambda item: item.path.name == PAGE_TESTS)
+        files = {item.path for item in items}
+        self.is_whole_suite = files >= set(Path(__file__).parent.glob("test_*.py")) and not self._some_left_out
+
+    def pytest_deselected(self) -> None:
+        self._some_left_out = True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+        report = yield
+        if call.when == "call":
+            self.keep(item.path.stem) if report.passed else self.drop()
+        return report
+
+    def page(self) -> str:
+        levels = "\n".join(f"{level}. {meaning}" for level, meaning in LEVELS.items())
+        return HEAD.format(levels=levels) + "".join(f"{row}\n" for row in self.rows())
+
+    def kernels(self) -> dict[str, list[str]]:
+        """The kernels of every operator that has any, in order of preference."""
+        from kimi_k3_npu.ops.registry import NPU_KERNELS
+
+        return {op: self.tables.get(op) or [NPU_KERNELS[op].__name__] for op in sorted({*NPU_KERNELS, *self.tables})}
+
+    def rows(self) -> Iterator[str]:
+        for op, kernels in self.kernels().items():
+            for kernel in kernels:
+                shown = self.shown.get((op, kernel), {})
+                where = (", ".join(sorted(shown.get(level, ()))) for level in (SCHEMA, NUMBERS, DEVICE))
+                yield f"| {op} | {kernel} | {max(shown, default=0)} | {' | '.join(where)} |"
+
+
+def level_of(arguments: Sequence[Any]) -> int:
+    """What a call with these arguments can show."""
+    from torch import Tensor
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._pytree import tree_leaves
+
+    level = NUMBERS
+    for tensor in tree_leaves(list(arguments)):
+        if isinstance(tensor, FakeTensor) or (isinstance(tensor, Tensor) and tensor.is_meta):
+            return SCHEMA
+        if isinstance(tensor, Tensor) and tensor.device.type == "npu":
+            level = DEVICE
+    return level
+
+
+class Writer:
+    """A pytest plugin that writes the page when all tests have passed, after the self-test where there is an NPU."""
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.testsfailed:
+            return
+        recorder = session.config.pluginmanager.get_plugin(NAME)
+        on_device(recorder)
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(recorder.page(), encoding="utf-8")
+        print(f"\nwrote {PAGE}")
+
+
+def on_device(recorder: Recorder) -> None:
+    from kimi_k3_npu.cli import selftest
+    from kimi_k3_npu.ops.device import current
+
+    if selftest.npu_is_here():
+        for result in selftest.run(selftest.Machine(current(), "npu"), [16, 1024], attn_tp=16):
+            print(result)
+            recorder.drop() if result.problem else recorder.keep("selftest")
+
+
+if __name__ == "__main__":
+    here = Path(__file__).parent
+    sys.exit(pytest.main(["-q", str(here), f"--deselect=tests/npu/{PAGE_TESTS}::{PAGE_TEST}"], [Writer()]))
