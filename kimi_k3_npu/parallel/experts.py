@@ -5,16 +5,27 @@ The single-rank form is the same code over a group of one, where nothing travels
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from dataclasses import replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kimi_k3_npu.ops.device import current
+from kimi_k3_npu.ops.limits import takes_anything
+from kimi_k3_npu.ops.mc2 import (
+    Communicator,
+    Exchange,
+    ExpertsFunction,
+    communicator_buffer,
+    communicator_name,
+    mc2,
+    refuse_mc2,
+)
+from kimi_k3_npu.ops.select import Candidate, Choice, choose
 from kimi_k3_npu.parallel.groups import Group
-
-#: rows [n, L], weights fp32 [n, k], expert ids [n, k] -> [n, L], summed over the experts held by this rank.
-ExpertsFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertDispatch(Protocol):
@@ -37,6 +48,8 @@ class AllToAll:
         self.held = num_experts // group.size
 
     def __call__(self, z: Tensor, weights: Tensor, ids: Tensor, experts: ExpertsFunction, largest: int) -> Tensor:
+        if not largest:  # no rank has a row
+            return z
         top_k = ids.shape[1]
         order = ids.flatten().argsort(stable=True)  # pairs of token and expert, by expert and so by owner
         tokens, sorted_ids = order // top_k, ids.flatten()[order]
@@ -50,3 +63,47 @@ class AllToAll:
         returned = self.group.all_to_all(results, here, there)
         shares = weights.flatten()[order].unsqueeze(1)
         return torch.zeros_like(z, dtype=torch.float32).index_add(0, tokens, returned.float() * shares).to(z.dtype)
+
+
+class Mc2:
+    """The NPU's own dispatch and combine operators where they can take the pass, and `otherwise` where they cannot.
+
+    `group` must have a process group that carries nothing else.
+    """
+
+    def __init__(self, group: Group, num_experts: int, otherwise: ExpertDispatch) -> None:
+        self.group, self.num_experts = group, num_experts
+        self._candidates = (
+            Candidate("mc2", refuse_mc2, self._mc2),
+            Candidate[Exchange]("alltoall", takes_anything, otherwise),
+        )
+
+    def __call__(self, z: Tensor, weights: Tensor, ids: Tensor, experts: ExpertsFunction, largest: int) -> Tensor:
+        if not largest:
+            return z
+        case = Exchange(
+            ranks=self.group.size,
+            experts=self.num_experts,
+            rows=largest,
+            hidden=z.shape[1],
+            top_k=ids.shape[1],
+            dtype=z.dtype,
+            buffer=communicator_buffer(),
+            device=current(),
+        )
+        return self.choose(case).run(z, weights, ids, experts, largest)
+
+    def choose(self, case: Exchange) -> Choice:
+        """Which of the two takes `case`: the same on every rank, as every rank has the same case."""
+        choice = choose("moe_dispatch", self._candidates, case)
+        if choice.refused and (reason := refuse_mc2(replace(case, rows=1))):
+            warnings.warn(f"dispatch=mc2 is never used here, alltoall takes its place: {reason}", stacklevel=2)
+        return choice
+
+    @cached_property
+    def _communicator(self) -> Communicator:
+        group = self.group
+        return Communicator(communicator_name(group.transport), group.rank, group.size, self.num_experts)
+
+    def _mc2(self, z: Tensor, weights: Tensor, ids: Tensor, experts: ExpertsFunction, largest: int) -> Tensor:
+        return mc2(z, weights, ids, experts, largest, self._communicator)

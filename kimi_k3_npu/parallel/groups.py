@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kimi_k3_npu.errors import LayoutError
+from kimi_k3_npu.parallel.layout import near_divisors
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +31,16 @@ class Group:
     def part(self, total: int, what: str) -> slice:
         """This rank's share of `total` rows. Raises LayoutError when the group does not divide it."""
         if total % self.size:
-            works = [size for size in range(1, total + 1) if total % size == 0 and size <= 4 * self.size]
-            raise LayoutError(
-                f"{what} = {total} does not split over {self.name} = {self.size}; "
-                f"sizes that do: {', '.join(map(str, works))}"
-            )
+            sizes = near_divisors(total, self.size)
+            raise LayoutError(f"{what} = {total} does not split over {self.name} = {self.size}; sizes that do: {sizes}")
         share = total // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
+
+    def padded_part(self, total: int) -> tuple[int, slice]:
+        """The size of a share when `total` is padded to whole ones, and which of the `total` rows are this rank's."""
+        share = -(-total // self.size)
+        first = min(self.rank * share, total)
+        return share, slice(first, min(first + share, total))
 
     def chunks(self, rows: int) -> list[int]:
         """How `rows` activations are dealt out over the ranks: contiguous, and even to within one row."""
@@ -45,23 +49,27 @@ class Group:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of every rank's `x`, on every rank. May overwrite `x`."""
         if self.size > 1 and x.numel():
-            dist.all_reduce(x, group=self._transport())
+            dist.all_reduce(x, group=self.transport)
         return x
 
     def all_gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Every rank's rows, in rank order: x [counts[rank], ...] -> [sum(counts), ...]."""
-        if self.size == 1 or not any(counts):
+        assert len(x) == counts[self.rank], (self.name, self.rank, len(x), list(counts))
+        if self.size == 1:
             return x
+        if not any(counts) or 0 in x.shape[1:]:  # nothing to send, as every rank can tell
+            return x.new_empty(sum(counts), *x.shape[1:])
         largest = max(counts)
         padded = torch.cat([x, x.new_zeros(largest - len(x), *x.shape[1:])]) if len(x) < largest else x.contiguous()
         gathered = x.new_empty(self.size * largest, *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, padded, group=self._transport())
+        dist.all_gather_into_tensor(gathered, padded, group=self.transport)
         if min(counts) == largest:
             return gathered
         return torch.cat([gathered[i * largest : i * largest + n] for i, n in enumerate(counts)])
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Sum of every rank's `x` [sum(counts), ...], of which this rank keeps its rows [counts[rank], ...]."""
+        assert len(x) == sum(counts), (self.name, self.rank, len(x), list(counts))
         if self.size == 1 or not any(counts):
             return x
         largest = max(counts)
@@ -71,7 +79,7 @@ class Group:
                 padded[i, : len(rows)] = rows
             x = padded.flatten(0, 1)
         kept = x.new_empty(largest, *x.shape[1:])
-        dist.reduce_scatter_tensor(kept, x.contiguous(), group=self._transport())
+        dist.reduce_scatter_tensor(kept, x.contiguous(), group=self.transport)
         return kept[: counts[self.rank]]
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -79,7 +87,7 @@ class Group:
         if self.size == 1:
             return x
         arrived = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(arrived, x.contiguous(), list(received), list(sent), group=self._transport())
+        dist.all_to_all_single(arrived, x.contiguous(), list(received), list(sent), group=self.transport)
         return arrived
 
     def exchange_counts(self, sent: Tensor) -> Tensor:
@@ -87,7 +95,7 @@ class Group:
         if self.size == 1:
             return sent
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent.contiguous(), group=self._transport())
+        dist.all_to_all_single(received, sent.contiguous(), group=self.transport)
         return received
 
     def gather_value(self, value: int, device: torch.device) -> list[int]:
@@ -102,7 +110,9 @@ class Group:
         ends = list(accumulate(counts))
         return slice(ends[self.rank] - counts[self.rank], ends[self.rank])
 
-    def _transport(self) -> dist.ProcessGroup:
+    @property
+    def transport(self) -> dist.ProcessGroup:
+        """The process group. Raises LayoutError when the model was built without one."""
         if self.process_group is None:
             raise LayoutError(
                 f"{self.name} spans {self.size} ranks but has no process group: this model was built to be inspected, "

@@ -76,16 +76,16 @@ class ParallelLayout:
             raise LayoutError(f"dispatch is {self.moe_dispatch!r}; choices: {', '.join(get_args(Dispatch))}")
         for name in ("dp", "ep"):
             if self.tp % getattr(self, name):
-                found = f"{name} = {getattr(self, name)}"
-                raise LayoutError(f"{found} does not divide tp = {self.tp}; values that do: {_divisors(self.tp)}")
+                found = f"{name} = {getattr(self, name)} does not divide tp = {self.tp}"
+                raise LayoutError(f"{found}; {name} that does: {_listed(_divisors(self.tp))}")
         if self.uses_all_to_all and self.ep != self.tp:
             raise LayoutError(
                 f"dispatch={self.moe_dispatch} needs whole experts on every rank: ep = tp = {self.tp}, "
                 f"found ep = {self.ep}"
             )
         self._check_shared()
-        if self.enable_dense_mlp_attn_tp and self.dp == 1:
-            warnings.warn("enable_dense_mlp_attn_tp changes nothing with dp = 1: attn_tp is tp", stacklevel=3)
+        for note in self.notes():
+            warnings.warn(note, stacklevel=3)
 
     def _check_shared(self) -> None:
         size = self.shared_experts_tp_size
@@ -98,8 +98,20 @@ class ParallelLayout:
         if size is not None and (size < 1 or self.attn_tp % size):
             raise LayoutError(
                 f"shared_experts_tp_size = {size} does not divide attn_tp = {self.attn_tp}; "
-                f"values that do: {_divisors(self.attn_tp)}"
+                f"sizes that do: {_listed(_divisors(self.attn_tp))}"
             )
+
+    def notes(self) -> tuple[str, ...]:
+        """The options that have no effect here, a sentence each. Making the layout has warned of them."""
+        size, found = self.shared_experts_tp_size, []
+        for option in ("enable_dense_mlp_attn_tp", "enable_dp_lm_head"):
+            if getattr(self, option) and self.dp == 1:
+                found.append(f"{option} changes nothing with dp = 1: attn_tp is tp")
+        if self.enable_shared_experts_attn_tp and size is not None and size != self.attn_tp:
+            found.append(f"shared_experts_tp_size = {size} takes precedence over enable_shared_experts_attn_tp")
+        elif self.enable_shared_experts_attn_tp and self.attn_tp == 1:
+            found.append("enable_shared_experts_attn_tp changes nothing with attn_tp = 1 (dp = tp)")
+        return tuple(found)
 
     @property
     def attn_tp(self) -> int:
@@ -150,49 +162,63 @@ class ParallelLayout:
     def stage_layers(self, stage: int, config: TextConfig) -> range:
         """The layers of pipeline stage `stage`: whole residual blocks (single layers without them), shared out
         evenly."""
-        block = config.attn_res_block_size or 1
-        blocks = -(-config.num_hidden_layers // block)
+        layers, block = config.num_hidden_layers, config.attn_res_block_size or 1
+        blocks = -(-layers // block)
         if self.pp > blocks:
             raise LayoutError(
-                f"pp = {self.pp} stages, but there are only {blocks} blocks of {block} layers to share out"
+                f"pp = {self.pp}, but the {layers} layers are only {blocks} residual blocks of {block}, which stay "
+                f"whole; pp that works: 1..{blocks}"
             )
-        cuts = [min(block * (blocks * i // self.pp), config.num_hidden_layers) for i in range(self.pp + 1)]
+        cuts = [min(block * (blocks * i // self.pp), layers) for i in range(self.pp + 1)]
         return range(cuts[stage], cuts[stage + 1])
 
     def check(self, config: TextConfig, *, expert_group: int = 1) -> None:
         """Raise LayoutError for the first thing of `config` that this layout cannot split, saying what would work.
 
         `expert_group` is the number of inputs that share a scale in the stored experts: 1 for plain, 32 for MXFP4.
+        The vocabulary always splits: it is padded to whole shares.
         """
-        for what, total in (("attention heads", config.num_attention_heads), ("KDA heads", config.kda_num_heads)):
-            if total % self.attn_tp:
-                raise LayoutError(
-                    f"{total} {what} do not split over attn_tp = {self.attn_tp} (tp = {self.tp} / dp = {self.dp}); "
-                    f"attn_tp that works: {_divisors(total)}"
-                )
+        self._check_heads(config)
         if config.num_experts:
             self._check_experts(config, expert_group)
             shared = config.num_shared_experts * config.moe_intermediate_size
-            _check_width("shared experts' width", shared, self.shared_ways)
+            by = "tp" if not self.uses_all_to_all else "shared_experts_tp_size"
+            _check_width("the shared experts' width", shared, by, self.shared_ways)
         if len(config.moe_layers) < config.num_hidden_layers:
-            ways = self.axis("dense", 0).size
-            _check_width("dense MLP's width", config.intermediate_size, ways)
+            width, by = config.intermediate_size, "attn_tp" if self.enable_dense_mlp_attn_tp else "tp"
+            way_out = ""
+            if not self.enable_dense_mlp_attn_tp and width % self.attn_tp == 0:
+                way_out = f"; or use enable_dense_mlp_attn_tp (attn_tp = {self.attn_tp})"
+            _check_width("the dense MLP's width", width, by, self.axis("dense", 0).size, way_out)
         for stage in range(self.pp):
             self.stage_layers(stage, config)
 
+    def _check_heads(self, config: TextConfig) -> None:
+        heads = {"attention heads": config.num_attention_heads, "KDA heads": config.kda_num_heads}
+        for what, total in heads.items():
+            if total % self.attn_tp:
+                works = [dp for dp in _divisors(self.tp) if not any(n % (self.tp // dp) for n in heads.values())]
+                raise LayoutError(
+                    f"{total} {what} do not split over attn_tp = {self.attn_tp} (tp = {self.tp}, dp = {self.dp}); "
+                    f"dp that works with this tp: {_listed(works)}"
+                )
+
     def _check_experts(self, config: TextConfig, group: int) -> None:
         experts, inner = config.num_experts, config.moe_intermediate_size
+        works = [ep for ep in _divisors(self.tp) if not experts % ep and not inner % (self.tp // ep * group)]
+        way_out = f"ep that works with tp = {self.tp}: {_listed(works)}"
+        if self.uses_all_to_all:
+            way_out = f"tp that works with dispatch={self.moe_dispatch}: {_listed(_divisors(experts))}"
         if experts % self.ep:
             raise LayoutError(
                 f"{experts} experts over ep = {self.ep} is {experts / self.ep:.2f} a rank, experts must be whole; "
-                f"ep that works: {_divisors(experts)}"
+                f"{way_out}"
             )
         if inner % (self.moe_tp * group):
-            share = f"{inner} / {self.moe_tp} = {inner / self.moe_tp:g}"
             rule = f"a multiple of {group}, the inputs that share a scale" if group > 1 else "whole"
             raise LayoutError(
-                f"experts of width {share} per rank: must be {rule}; split experts over ep instead "
-                f"(ep = {self.tp} keeps them whole), or over moe_tp of {_divisors(inner // group)}"
+                f"experts of width {inner} over tp / ep = {self.moe_tp} ranks is {inner / self.moe_tp:g} a rank, must "
+                f"be {rule}; split whole experts instead: {way_out}"
             )
 
     @classmethod
@@ -201,20 +227,21 @@ class ParallelLayout:
 
         shared is `attn_tp` or a number, dense `tp` or `attn_tp`, lm_head `tp` or `dp`.
         """
-        given = dict(_key_value(item) for item in text.split(",") if item.strip())
         options: dict[str, Any] = {}
-        for key, value in given.items():
+        seen: set[str] = set()
+        for key, value in (_key_value(item) for item in text.split(",") if item.strip()):
+            if key in seen:
+                raise LayoutError(f"layout: {key} is given twice")
+            seen.add(key)
             if key in ("tp", "dp", "ep", "pp"):
                 options[key] = _number(key, value)
             elif key == "dispatch":
                 options["moe_dispatch"] = value
             elif key == "shared":
-                sharded = value == "attn_tp"
-                options |= (
-                    {"enable_shared_experts_attn_tp": True}
-                    if sharded
-                    else {"shared_experts_tp_size": _number(key, value)}
-                )
+                if value == "attn_tp":
+                    options["enable_shared_experts_attn_tp"] = True
+                else:
+                    options["shared_experts_tp_size"] = _number(key, value)
             elif key in ("dense", "lm_head"):
                 on, off = ("attn_tp", "tp") if key == "dense" else ("dp", "tp")
                 if value not in (on, off):
@@ -247,13 +274,14 @@ class ParallelLayout:
                 raise LayoutError(
                     f"{variable}={value} contradicts {option} = {getattr(self, option)}; unset the variable"
                 )
-            flag = "--" + option.replace("_", "-")
-            warnings.warn(f"{variable} is a former name: use {flag}", stacklevel=2)
+            key = "shared" if "shared" in option else "dense"
+            use = f"--{option.replace('_', '-')}, or {key}=attn_tp in a layout"
+            warnings.warn(f"{variable} is a former name: use {use}", stacklevel=2)
             changes[option] = wanted
         return ParallelLayout(**changes)
 
     def __str__(self) -> str:
-        """The layout as `parse` reads it."""
+        """The layout as `parse` reads it; of two options for the shared experts, the one that takes precedence."""
         parts = [f"{name}={getattr(self, name)}" for name in ("tp", "dp", "ep", "pp") if getattr(self, name) > 1]
         if self.uses_all_to_all:
             parts.append(f"dispatch={self.moe_dispatch}")
@@ -271,13 +299,23 @@ class ParallelLayout:
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+def near_divisors(total: int, size: int) -> str:
+    """The divisors of `total` up to twice `size`, for a message that says what would work instead of `size`."""
+    return _listed([d for d in _divisors(total) if d <= 2 * size])
 
 
-def _check_width(what: str, width: int, ways: int) -> None:
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"
+
+
+def _check_width(what: str, width: int, by: str, ways: int, way_out: str = "") -> None:
     if width % ways:
-        raise LayoutError(f"{what} {width} does not split over {ways} ranks; numbers that do: {_divisors(width)}")
+        sizes = near_divisors(width, ways)
+        raise LayoutError(f"{what} of {width} does not split over {by} = {ways}; sizes that do: {sizes}{way_out}")
 
 
 def _key_value(item: str) -> tuple[str, str]:

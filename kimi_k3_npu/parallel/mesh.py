@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ class Mesh:
     shared: Group = field(default_factory=lambda: Group("shared_experts_tp"))
     dense: Group = field(default_factory=lambda: Group("dense_mlp_tp"))
     vocab: Group = field(default_factory=lambda: Group("vocab"))
+    #: The ranks of ep over a process group that carries nothing else; only with moe_dispatch = mc2.
+    mc2: Group = field(default_factory=lambda: Group("mc2"))
 
     @classmethod
     def inspect(cls, layout: ParallelLayout, rank: int) -> Mesh:
@@ -38,6 +40,8 @@ class Mesh:
         for name in get_args(AxisName):
             axis = layout.axis(name, within)
             groups[name] = Group(_TITLES.get(name, name), axis.rank, axis.size)
+        if layout.moe_dispatch == "mc2":
+            groups["mc2"] = replace(groups["ep"], name="mc2")
         return cls(layout, stage, **groups)
 
     @classmethod
@@ -48,19 +52,20 @@ class Mesh:
         world, rank = dist.get_world_size(), dist.get_rank()
         if world != layout.world:
             raise LayoutError(f"layout {layout} is for {layout.world} ranks, torch.distributed has {world}")
-        stage, within = _place(layout, rank)
-        groups = {}
+        planned = cls.inspect(layout, rank)
+        groups: dict[str, Any] = {}
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # Every process takes part in making every group, also of those it is no member of.
         for name in get_args(AxisName):
-            for first in range(0, layout.world, layout.tp):  # every process takes part in making every group
-                for other in range(layout.tp):
-                    members = tuple(first + member for member in layout.axis(name, other).members)
-                    if len(members) > 1 and members not in made:
-                        made[members] = dist.new_group(list(members))
-            axis = layout.axis(name, within)
-            mine = tuple(stage * layout.tp + member for member in axis.members)
-            groups[name] = Group(_TITLES.get(name, name), axis.rank, axis.size, made.get(mine))
-        return cls(layout, stage, **groups)
+            for other in range(layout.world):
+                members = _members(layout, name, other)
+                if len(members) > 1 and members not in made:
+                    made[members] = dist.new_group(list(members))
+            groups[name] = replace(getattr(planned, name), process_group=made.get(_members(layout, name, rank)))
+        if layout.moe_dispatch == "mc2":
+            own = [dist.new_group(list(range(first, first + layout.tp))) for first in range(0, layout.world, layout.tp)]
+            groups["mc2"] = replace(planned.mc2, process_group=own[planned.stage])
+        return replace(planned, **groups)
 
     def all_replicas(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Every replica's rows, on every rank: x [counts[replica], ...] -> [sum(counts), ...]."""
@@ -89,6 +94,12 @@ def check_equal_rows(replicas: Sequence[Sequence[int]]) -> None:
 
 
 _TITLES = {"shared": "shared_experts_tp", "dense": "dense_mlp_tp"}
+
+
+def _members(layout: ParallelLayout, name: AxisName, rank: int) -> tuple[int, ...]:
+    """The global ranks that form a group with global `rank` along the axis."""
+    stage, within = _place(layout, rank)
+    return tuple(stage * layout.tp + member for member in layout.axis(name, within).members)
 
 
 def _place(layout: ParallelLayout, rank: int) -> tuple[int, int]:

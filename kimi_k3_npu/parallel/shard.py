@@ -6,6 +6,7 @@ it), by the planner (bytes per rank) and by the export. A layer writes its shard
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -19,11 +20,29 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A published tensor of `shape`: this rank reads `source` of it and stores it at `target` of the parameter."""
+    """A published tensor of `shape`: this rank reads `source` of it and stores it at `target` of the parameter.
+
+    `dealt` is over how many ranks tensors like this one are dealt out, each to one of them, as experts are.
+    """
 
     shape: tuple[int, ...]
     source: Slices = ()
     target: Slices = ()
+    dealt: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Elements that this rank keeps."""
+        return math.prod(len(range(*part.indices(n))) for n, part in self._read())
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank keeps all of the tensor."""
+        return self.dealt == 1 and all(part.indices(n) == (0, n, 1) for n, part in self._read())
+
+    def _read(self) -> Iterator[tuple[int, slice]]:
+        source = self.source + (slice(None),) * (len(self.shape) - len(self.source))
+        return zip(self.shape, source, strict=True)
 
 
 def whole(*shape: int, target: Slices = ()) -> Piece:
