@@ -9,7 +9,9 @@ features, so there the keys of those features may be absent and mean "off".
 from __future__ import annotations
 
 import json
+import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,7 +24,12 @@ LayerKind = Literal["kda", "mla"]
 MODEL_TYPES = ("kimi_k3", "kimi_linear")
 ACTIVATIONS = ("situ", "silu")
 ROUTER_ACTIVATIONS = ("sigmoid", "softmax")
+#: Inputs of a packed expert (MXFP4, int4x2) that share a scale.
 MXFP4_GROUP = 32
+
+Quantization = Literal["mxfp4", "int4x2"]
+#: The quant_method of what `weights convert --to int4x2` writes.
+OWN_QUANT_METHOD = "kimi-k3-npu"
 
 #: K3's additions to Kimi-Linear, with the value that leaves each out.
 _KIMI_LINEAR_OFF = {
@@ -162,7 +169,7 @@ class KimiK3Config:
     vision: VisionConfig | None
     #: Name of the torch dtype the weights were published in.
     dtype: str
-    quantization: Literal["mxfp4"] | None
+    quantization: Quantization | None
     bos_token_id: int | None
     eos_token_id: int | tuple[int, ...] | None
     pad_token_id: int | None
@@ -200,8 +207,10 @@ class KimiK3Config:
             pad_token_id=raw.get("pad_token_id", text.get("pad_token_id")),
             media_placeholder_token_id=raw.get("media_placeholder_token_id"),
         )
-        if config.quantization == "mxfp4":
-            _check_mxfp4_groups(config.text)
+        if config.quantization:
+            _check_groups(config.text, config.quantization)
+        if config.vision:
+            _check_vision(config.vision, config.text)
         return config
 
     def with_text(self, **changes: Any) -> KimiK3Config:
@@ -218,12 +227,19 @@ def read_config_file(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path}: missing; a checkpoint folder needs its config.json")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: holds a JSON {type(raw).__name__}, expected an object")
     return raw
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON keeps the last of two values in silence."""
+    if twice := sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1):
+        raise ConfigError(f"config.json: given twice: {', '.join(twice)}; keep one of each")
+    return dict(pairs)
 
 
 def _read_text(raw: dict[str, Any], *, lenient: bool) -> TextConfig:
@@ -276,14 +292,6 @@ _PLAIN_FIELDS = tuple(
     for field in fields(TextConfig)
     if field.name not in {*_ATTENTION_FIELDS, "kda_num_heads", "kda_head_dim", "layer_kinds", "mla_latent_norm_eps"}
 )
-_NULLABLE = {
-    "attn_res_block_size",
-    "activation_situ_beta",
-    "activation_situ_linear_beta",
-    "gate_lower_bound",
-    "q_lora_rank",
-    "routed_expert_hidden_size",
-}
 _MOE_ONLY = {
     "num_experts_per_token",
     "moe_intermediate_size",
@@ -317,6 +325,10 @@ def _from_transformers_names(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _layer_kinds(kda: Any, full: Any, num_layers: int) -> tuple[LayerKind, ...]:
     """Turn the two published 1-based layer lists into one kind per layer."""
+    _check_value("num_hidden_layers", "int", num_layers)
+    for name, layers in (("kda_layers", kda), ("full_attn_layers", full)):
+        if not isinstance(layers, list | tuple) or not all(isinstance(layer, int) for layer in layers):
+            raise ConfigError(f"config.json: linear_attn_config.{name} is {layers!r}, expected a list of integers")
     rule = f"kda_layers and full_attn_layers are 1-based and must hold each of 1..{num_layers} exactly once"
     listed = [*kda, *full]
     problems = []
@@ -334,11 +346,7 @@ def _layer_kinds(kda: Any, full: Any, num_layers: int) -> tuple[LayerKind, ...]:
 
 def _check_text(config: TextConfig) -> None:
     for field in fields(config):
-        value = getattr(config, field.name)
-        if value is None and field.name not in _NULLABLE:
-            raise ConfigError(f"config.json: {field.name} is null, a value is needed")
-        if isinstance(value, int) and not isinstance(value, bool) and value < (0 if field.name in _MAY_BE_ZERO else 1):
-            raise ConfigError(f"config.json: {field.name} is {value}, must be positive")
+        _check_value(field.name, str(field.type), getattr(config, field.name))
     if config.hidden_act not in ACTIVATIONS:
         raise ConfigError(
             f"config.json: hidden_act is {config.hidden_act!r}; known activations: {', '.join(ACTIVATIONS)}"
@@ -356,6 +364,29 @@ def _check_text(config: TextConfig) -> None:
 
 
 _MAY_BE_ZERO = {"num_experts", "num_shared_experts", "first_k_dense_replace"}
+_KINDS: dict[str, tuple[Any, str]] = {
+    "int": ((int,), "an integer"),
+    "float": ((int, float), "a number"),
+    "bool": ((bool,), "true or false"),
+}
+
+
+def _check_value(name: str, annotation: str, value: Any) -> None:
+    """Hold a value from JSON against the annotation of its field; numbers are positive unless said otherwise."""
+    kind = annotation.removesuffix(" | None")
+    if value is None:
+        if kind == annotation:
+            raise ConfigError(f"config.json: {name} is null, a value is needed")
+        return
+    if kind not in _KINDS:  # a name or the layer kinds
+        return
+    types, words = _KINDS[kind]
+    if not isinstance(value, types) or isinstance(value, bool) != (kind == "bool"):
+        raise ConfigError(f"config.json: {name} is {value!r}, expected {words}")
+    if not math.isfinite(value):
+        raise ConfigError(f"config.json: {name} is {value}, must be finite")
+    if kind != "bool" and name != "gate_lower_bound" and value <= 0 and not (value == 0 and name in _MAY_BE_ZERO):
+        raise ConfigError(f"config.json: {name} is {value}, must be positive")
 
 
 def _check_moe(config: TextConfig) -> None:
@@ -389,24 +420,49 @@ def _check_moe(config: TextConfig) -> None:
         )
 
 
-def _check_mxfp4_groups(text: TextConfig) -> None:
+def _check_groups(text: TextConfig, form: Quantization) -> None:
     for name, size in (
         ("expert input", text.expert_hidden_size),
         ("moe_intermediate_size", text.moe_intermediate_size),
     ):
         if size % MXFP4_GROUP:
-            raise ConfigError(f"config.json: MXFP4 experts need {name} = {size} to be a multiple of {MXFP4_GROUP}")
+            label = {"mxfp4": "MXFP4", "int4x2": "int4x2"}[form]
+            raise ConfigError(f"config.json: {label} experts need {name} = {size} to be a multiple of {MXFP4_GROUP}")
 
 
-def _read_quantization(*sources: Mapping[str, Any] | None) -> Literal["mxfp4"] | None:
+def _check_vision(vision: VisionConfig, text: TextConfig) -> None:
+    heads, width = vision.vt_num_attention_heads, vision.qkv_hidden_size
+    if width % heads or width // heads % 4:
+        raise ConfigError(
+            f"config.json: vision_config.qkv_hidden_size = {width} over vt_num_attention_heads = {heads}: a head's "
+            "width must be whole, and a multiple of 4 for its rotation by row and column"
+        )
+    if vision.text_hidden_size != text.hidden_size:
+        raise ConfigError(
+            f"config.json: vision_config.text_hidden_size is {vision.text_hidden_size}, but the text model has "
+            f"hidden_size = {text.hidden_size}"
+        )
+    if vision.mm_hidden_size != vision.vt_hidden_size:
+        raise ConfigError(
+            f"config.json: vision_config.mm_hidden_size is {vision.mm_hidden_size}, but the tower it reads from has "
+            f"vt_hidden_size = {vision.vt_hidden_size}"
+        )
+
+
+def _read_quantization(*sources: Mapping[str, Any] | None) -> Quantization | None:
     for source in sources:
         if not source:
             continue
+        if not isinstance(source, Mapping):
+            raise ConfigError(f"config.json: quantization_config is {source!r:.80}, expected an object")
         method, layout = source.get("quant_method"), source.get("format")
+        if (method, layout) == (OWN_QUANT_METHOD, "int4x2"):
+            return "int4x2"
         if method != "compressed-tensors" or layout != "mxfp4-pack-quantized":
             raise ConfigError(
-                f"config.json: quantization_config has quant_method {method!r}, format {layout!r}; "
-                "supported: compressed-tensors, mxfp4-pack-quantized (ModelSlim W4A8 folders have none)"
+                f"config.json: quantization_config has quant_method {method!r}, format {layout!r}; supported: "
+                f"compressed-tensors, mxfp4-pack-quantized; {OWN_QUANT_METHOD}, int4x2 (ModelSlim W4A8 folders have "
+                "none, but a quant_model_description.json)"
             )
         for name, group in source.get("config_groups", {}).items():
             weights = group.get("weights") or {}
@@ -439,7 +495,15 @@ def _read_vision(raw: Mapping[str, Any]) -> VisionConfig:
     for name, value in expected.items():
         if raw.get(name, value) != value:
             raise ConfigError(f"config.json: vision_config.{name} is {raw[name]!r}; this package knows {value!r}")
-    return VisionConfig(**{name: _frozen(raw[name]) for name in names})
+    config = VisionConfig(**{name: _frozen(raw[name]) for name in names})
+    for field in fields(config):
+        _check_value(f"vision_config.{field.name}", str(field.type), getattr(config, field.name))
+    merge = config.merge_kernel_size
+    if not isinstance(merge, tuple) or len(merge) != 2 or not all(type(size) is int and size > 0 for size in merge):
+        raise ConfigError(
+            f"config.json: vision_config.merge_kernel_size is {raw['merge_kernel_size']!r}, expected two sizes"
+        )
+    return config
 
 
 def _frozen(value: Any) -> Any:

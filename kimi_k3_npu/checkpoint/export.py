@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -11,27 +10,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kimi_k3_npu.checkpoint.load import VISION_PREFIXES, name_map
-from kimi_k3_npu.checkpoint.names import Row
-from kimi_k3_npu.config import KimiK3Config
+from kimi_k3_npu.checkpoint.forms import INT4X2, MXFP4, PLAIN
+from kimi_k3_npu.checkpoint.names import FP32_NAMES, Target, published_name
+from kimi_k3_npu.checkpoint.storage import Storage
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
-from kimi_k3_npu.model.moe import PackedExperts
 from kimi_k3_npu.ops.quant import mxfp4_quantize
-from kimi_k3_npu.parallel.shard import Piece, layers
+from kimi_k3_npu.parallel.shard import Layer, layers
 
 INDEX = "model.safetensors.index.json"
-
-#: Published as fp32 whatever the dtype of the rest.
-_FP32 = ("A_log", "dt_bias", "o_norm.weight", "conv1d.weight", "e_score_correction_bias")
-
-
-def published_name(name: str, config: KimiK3Config) -> str:
-    """The spelling that checkpoints of this model type use, of a `name` as `names.normalise` leaves it."""
-    if name.startswith(VISION_PREFIXES):
-        return name
-    if (match := re.match(r"(model\.layers\.(\d+)\.)mlp\.", name)) and config.text.is_moe(int(match[2])):
-        name = f"{match[1]}block_sparse_moe.{name[match.end() :]}"
-    return f"language_model.{name}" if config.model_type == "kimi_k3" else name
 
 
 def export_tensors(model: KimiK3ForCausalLM, *, mxfp4_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -42,19 +28,21 @@ def export_tensors(model: KimiK3ForCausalLM, *, mxfp4_experts: bool = False) -> 
     and mixers, fp32 in memory, get the model's dtype where that loses nothing.
 
     Raises:
-        ValueError: The model is one rank of several, or an expert to be packed holds NaN or infinity.
+        ValueError: The model is one rank of several, keeps experts as w4a8, or an expert to be packed holds NaN or
+            infinity.
     """
     if model.mesh.layout.world > 1:
         raise ValueError("this model holds one rank's shards; only a whole model can be exported")
-    packed = any(isinstance(module, PackedExperts) for module in model.modules())
-    names = name_map(packed or mxfp4_experts, packed)
+    forms = {"plain": MXFP4 if mxfp4_experts else PLAIN, "mxfp4": MXFP4, "int4x2": INT4X2}
+    if model.experts not in forms:
+        raise ValueError(f"this model keeps experts as {model.experts}; export writes those kept as {', '.join(forms)}")
+    names = Storage("plain", forms[model.experts]).names(model.experts)
     for path, layer in layers(model):
-        for parameter, data in layer.named_parameters(recurse=False):
-            for piece, record in layer.pieces(parameter).items():
+        for parameter, _ in layer.named_parameters(recurse=False):
+            for piece in layer.pieces(parameter):
                 sources = names.sources(f"{path}.{parameter}", piece)
-                assert sources, f"no row of the name map publishes piece {piece!r} of {path}.{parameter}"
-                for (row, name), tensor in zip(sources, _published(data.detach(), piece, record, sources), strict=True):
-                    yield published_name(name, model.config), _finish(tensor, row, model)
+                for (target, name), tensor in zip(sources, _published(layer, parameter, piece, sources), strict=True):
+                    yield published_name(name, model.config), _finish(tensor, target, model)
 
 
 def write_checkpoint(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, shard_bytes: int = 4 << 30) -> None:
@@ -91,26 +79,38 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator
         yield shard
 
 
-def _published(data: Tensor, piece: str, record: Piece, sources: list[tuple[Row, str]]) -> list[Tensor]:
-    """What each of `sources` holds of one piece of the parameter `data`."""
-    row = sources[0][0]
-    if row.multiply and piece == "norm":
-        return [data.new_ones(record.shape)]
-    tensor = data[record.target].reshape(record.shape)
-    if not row.part:
+def _published(layer: Layer, parameter: str, piece: str, sources: list[tuple[Target, str]]) -> list[Tensor]:
+    """What each of `sources` holds of one piece of `parameter`."""
+    record = layer.pieces(parameter)[piece]
+    targets = [target for target, _ in sources]
+    if not targets:  # it has been exported with the first parameter of those that experts are kept in
+        return []
+    if targets[0].row.multiply and piece == "norm":
+        return [layer.get_parameter(parameter).detach().new_ones(record.shape)]
+    if targets[0].kept != ("",):
+        first = parameter.removesuffix(targets[0].kept[0])
+        return [_kept(layer, first + target.part.suffix.removeprefix(".weight"), piece, target) for target in targets]
+    tensor = layer.get_parameter(parameter).detach()[record.target].reshape(record.shape)
+    if targets[0].form is PLAIN:
         return [tensor]
     packed, scale = mxfp4_quantize(tensor)
-    return [{"_packed": packed, "_scale": scale}[row.part] for row, _ in sources]
+    return [{".weight_packed": packed, ".weight_scale": scale}[target.part.suffix] for target in targets]
 
 
-def _finish(tensor: Tensor, row: Row, model: KimiK3ForCausalLM) -> Tensor:
+def _kept(layer: Layer, parameter: str, piece: str, target: Target) -> Tensor:
+    """One tensor of an expert that is kept as it is stored."""
+    record = layer.pieces(parameter)[piece]
+    return layer.get_parameter(parameter).detach()[record.target].reshape(target.part.shapes(record.shape)[0])
+
+
+def _finish(tensor: Tensor, target: Target, model: KimiK3ForCausalLM) -> Tensor:
     """A copy on the CPU in the published dtype and length."""
-    tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    tensor, name = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format), target.row.name
     attention = model.config.text
-    if row.name.endswith("A_log") and model.config.model_type == "kimi_k3":
+    if name.endswith("A_log") and model.config.model_type == "kimi_k3":
         padding = max(attention.kda_head_dim - attention.kda_num_heads, 0)
         return torch.cat([tensor, tensor.new_zeros(padding)])
-    if tensor.dtype != torch.float32 or row.name.endswith(_FP32):
+    if tensor.dtype != torch.float32 or name.endswith(FP32_NAMES):
         return tensor
     narrow = tensor.to(model.dtype)
     return narrow if torch.equal(narrow.float(), tensor) else tensor

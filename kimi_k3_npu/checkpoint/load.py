@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from kimi_k3_npu.checkpoint.byte_ranges import select
-from kimi_k3_npu.checkpoint.names import EXPANDED_EXPERTS, PACKED_EXPERTS, PLAIN_EXPERTS, TEXT, VISION, NameMap
-from kimi_k3_npu.checkpoint.plan import Assignment, plan_loading
-from kimi_k3_npu.checkpoint.reader import Checkpoint, ReadRequest
+from kimi_k3_npu.checkpoint.folder import SHARD_PATTERNS
+from kimi_k3_npu.checkpoint.forms import INT4X2, MXFP4
+from kimi_k3_npu.checkpoint.names import ROTATION, VISION_PREFIXES, normalise
+from kimi_k3_npu.checkpoint.plan import Assignment, plan_loading, records_of
+from kimi_k3_npu.checkpoint.reader import Checkpoint
+from kimi_k3_npu.checkpoint.storage import ExpertWeights, Storage, StorageName, read_storage
+from kimi_k3_npu.checkpoint.stream import bytes_to_read, read_weights
 from kimi_k3_npu.config import MXFP4_GROUP, KimiK3Config
 from kimi_k3_npu.errors import CheckpointError, Fault
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
-from kimi_k3_npu.ops.quant import mxfp4_dequantize
+from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
 
-ExpertWeights = Literal["auto", "packed", "bf16"]
+__all__ = ["VISION_PREFIXES", "ExpertWeights", "Progress", "load_model", "load_weights"]
+
 #: Called with the bytes read so far and the bytes to read.
 Progress = Callable[[int, int], None]
 
-VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,6 +42,9 @@ def load_model(
     layout: ParallelLayout | None = None,
     rank: int = 0,
     expert_weights: ExpertWeights = "auto",
+    quantization: StorageName | Literal["auto"] = "auto",
+    vision: bool | None = None,
+    scan: bool = True,
     progress: Progress | None = None,
 ) -> KimiK3ForCausalLM:
     """The model of the checkpoint folder `path`, ready to run.
@@ -47,8 +55,13 @@ def load_model(
         layout: How the model is spread over ranks; only this rank's slices are read. With torch.distributed
             initialised the model can run; without, it can only be looked at.
         rank: Which rank of `layout` to build when torch.distributed is not initialised.
-        expert_weights: How MXFP4 experts stay in memory: "packed" (each expanded while it is used), "bf16" (expanded
-            once, to `dtype`; MXFP4 values are exact in bf16), or "auto": as they are stored.
+        expert_weights: How experts stay in memory: "auto" as they are stored (packed ones are expanded while in use),
+            "packed" the same and an error for plain ones, "bf16" expanded once, to `dtype` (MXFP4's values are exact in
+            bf16), "int4x2" MXFP4 as pairs of int4, exactly.
+        quantization: What the folder is said to be; an error if it is something else.
+        vision: None takes images if and only if the folder has vision weights. False leaves them unread, and warns;
+            True insists on them.
+        scan: Look inside the weights: for NaN and infinity, and whether 4-bit codes fit their scales.
         progress: Called as bytes arrive.
 
     Raises:
@@ -58,36 +71,77 @@ def load_model(
     """
     config = KimiK3Config.from_pretrained(path)
     checkpoint = Checkpoint.open(path)
-    packed_on_disk = _experts_are_packed(checkpoint, config)
-    if expert_weights == "packed" and not packed_on_disk:
-        raise CheckpointError(f"{path}: its experts are not packed; use expert_weights 'auto' or 'bf16'")
-    packed = packed_on_disk and expert_weights != "bf16"
-    vision = any(name.startswith(VISION_PREFIXES) for name in checkpoint.entries)
+    storage = read_storage(checkpoint, config, quantization)
+    dtype = dtype or _config_dtype(config)
+    if storage.experts in (MXFP4, INT4X2) and dtype == torch.float16:
+        name = storage.experts.name
+        raise CheckpointError(f"{path}: {name} experts do not expand to float16; use dtype bfloat16 or float32")
     layout = layout or ParallelLayout()
-    layout.check(config.text, expert_group=MXFP4_GROUP if packed_on_disk else 1)
+    layout.check(config.text, expert_group=MXFP4_GROUP if storage.experts in (MXFP4, INT4X2) else 1)
     mesh = Mesh.distributed(layout) if layout.world > 1 and dist.is_initialized() else Mesh.inspect(layout, rank)
+    has_vision, experts = has_vision_weights(checkpoint), storage.expert_form(expert_weights)
+    if vision and not has_vision:
+        raise CheckpointError(f"{path}: has no vision weights ({', '.join(VISION_PREFIXES)}), so it takes no images")
+    skip = VISION_PREFIXES if has_vision and vision is False else ()
+    if skip:
+        warnings.warn(f"{path}: its vision weights are not loaded (vision=False); it takes no images", stacklevel=2)
     with torch.device(device):
-        model = KimiK3ForCausalLM(
-            config, mesh, dtype=dtype or _config_dtype(config), packed_experts=packed, vision=vision
-        )
-    load_weights(model, checkpoint, name_map(packed_on_disk, packed), progress)
+        model = empty_model(config, checkpoint, mesh, dtype=dtype, experts=experts, vision=not skip)
+    load_weights(model, checkpoint, storage, progress, scan=scan, skip=skip)
+    warn_of(checkpoint.folder, file_notes(checkpoint))
     return model.requires_grad_(False).eval()
 
 
-def name_map(packed_on_disk: bool, packed_in_memory: bool) -> NameMap:
-    """The rows for one way of storing experts on disk and in memory."""
-    experts = PLAIN_EXPERTS if not packed_on_disk else PACKED_EXPERTS if packed_in_memory else EXPANDED_EXPERTS
-    return NameMap(TEXT + VISION + experts)
+def empty_model(
+    config: KimiK3Config,
+    checkpoint: Checkpoint,
+    mesh: Mesh | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    experts: ExpertForm = "plain",
+    vision: bool = True,
+) -> KimiK3ForCausalLM:
+    """The model that `checkpoint` fills, without its weights; with vision if the checkpoint has it and it is wanted."""
+    return KimiK3ForCausalLM(
+        config,
+        mesh,
+        dtype=dtype,
+        experts=experts,
+        vision=vision and has_vision_weights(checkpoint),
+        rotated_vision=ROTATION in map(normalise, checkpoint.entries),
+    )
+
+
+def has_vision_weights(checkpoint: Checkpoint) -> bool:
+    return any(name.startswith(VISION_PREFIXES) and normalise(name) != ROTATION for name in checkpoint.entries)
+
+
+def name_map(packed_on_disk: bool, packed_in_memory: bool) -> Storage:
+    """Former way to say how experts are stored; how they are kept is now the model's `experts`."""
+    return Storage("mxfp4", MXFP4) if packed_on_disk else Storage("plain")
 
 
 def load_weights(
-    model: KimiK3ForCausalLM, checkpoint: Checkpoint, names: NameMap, progress: Progress | None = None
+    model: KimiK3ForCausalLM,
+    checkpoint: Checkpoint,
+    storage: Storage,
+    progress: Progress | None = None,
+    *,
+    scan: bool = True,
+    skip: Collection[str] = (),
 ) -> None:
-    """Fill every parameter of `model`. Raises CheckpointError with all faults; the model is then not to be used."""
-    plan = plan_loading(model, checkpoint.entries, names)
-    if plan.faults:
-        raise CheckpointError.from_faults(checkpoint.folder, plan.faults)
-    done = 0
+    """Fill every parameter of `model` from `checkpoint`, leaving out tensors whose names start with one of `skip`.
+
+    What is unusual but harmless is warned of. Raises CheckpointError with all faults; the model is then not to be used.
+    """
+    plan = plan_loading(model, checkpoint.entries, storage.names(model.experts), skip=skip)
+    faults = [*plan.faults, *storage.faults_beside(plan.faults)]
+    small = [assignment for assignment in plan.assignments if assignment.target.row.fix]
+    for _ in read_weights(checkpoint, small, faults):
+        pass  # what is wrong with them is said before all is read
+    if faults:
+        raise CheckpointError.from_faults(checkpoint.folder, faults)
+    store, done, total = _Store(model), 0, bytes_to_read(checkpoint, plan.assignments)
 
     def count(nbytes: int) -> None:
         nonlocal done
@@ -95,63 +149,67 @@ def load_weights(
         if progress:
             progress(done, total)
 
-    requests = [ReadRequest(a.name, a.source, a) for a in plan.assignments]
-    total = sum(select(checkpoint.entries[request.name], request.source).nbytes for request in requests)
-    store = _Store(model)
-    for request, tensor in checkpoint.stream(requests, on_bytes=count):
-        store.put(request.key, tensor)
-    if store.faults:
-        raise CheckpointError.from_faults(checkpoint.folder, store.faults)
+    for assignment, tensors in read_weights(checkpoint, plan.assignments, faults, scan=scan, on_bytes=count):
+        store.put(assignment, tensors)
+    if faults:
+        raise CheckpointError.from_faults(checkpoint.folder, faults)
+    warn_of(checkpoint.folder, [*storage.notes, *plan.notes])
     model.prepare()
 
 
-class _Store:
-    """Puts published tensors into parameters; holds one back until the tensor it belongs with has arrived."""
+def file_notes(checkpoint: Checkpoint) -> Iterator[Fault]:
+    """What is unusual about the files of a checkpoint but harmless."""
+    for name in checkpoint.unindexed_files:
+        if any(fnmatchcase(name, pattern) for pattern in SHARD_PATTERNS):
+            yield Fault("not part of the checkpoint", name, "looks like a shard, but the index does not name it")
+    for file, metadata in checkpoint.metadata.items():
+        total = metadata.get("total_size", checkpoint.total_bytes)
+        if total != checkpoint.total_bytes:
+            yield Fault("wrong total", file, f"total_size is {total}, the tensors have {checkpoint.total_bytes} bytes")
 
-    def __init__(self, model: nn.Module) -> None:
+
+def warn_of(folder: Path, notes: Iterable[Fault]) -> None:
+    """One warning for each kind of `notes`."""
+    kinds: dict[str, list[Fault]] = {}
+    for note in notes:
+        kinds.setdefault(note.kind, []).append(note)
+    for kind, members in kinds.items():
+        others = f" (and {len(members) - 1} others)" if len(members) > 1 else ""
+        warnings.warn(f"{folder}: {kind}: {members[0].name}: {members[0].detail}{others}", stacklevel=3)
+
+
+class _Store:
+    """Puts weights into the parameters of a model."""
+
+    def __init__(self, model: KimiK3ForCausalLM) -> None:
+        self._experts = model.experts
         self._parameters = dict(model.named_parameters())
-        self._waiting: dict[tuple[str, str], dict[str, Tensor]] = {}
+        self._records = records_of(model)
         self._started: set[str] = set()
-        self.faults: list[Fault] = []
 
     @torch.no_grad()
-    def put(self, a: Assignment, tensor: Tensor) -> None:
-        parameter = self._parameters[a.parameter]
-        if a.row.fix:
-            try:
-                tensor = a.row.fix(tensor, a.record.shape)[a.record.source]
-            except ValueError as error:
-                self.faults.append(Fault("wrong content", a.name, str(error)))
-                return
-        if a.row.part:
-            parts = self._waiting.setdefault((a.parameter, a.piece), {})
-            parts[a.row.part] = tensor
-            if len(parts) < 2:
-                return
-            del self._waiting[a.parameter, a.piece]
-            tensor = mxfp4_dequantize(parts["_packed"], parts["_scale"], parameter.dtype)
-        place = parameter[a.record.target]
-        tensor = tensor.reshape(place.shape)
-        if not a.row.multiply:
-            place.copy_(tensor)
-        elif a.parameter in self._started:
-            place.mul_(tensor.to(parameter))
+    def put(self, assignment: Assignment, tensors: Mapping[str, Tensor]) -> None:
+        target = assignment.target
+        if target.row.is_expert and self._experts != "plain":
+            for kept, tensor in target.form.kept[self._experts](tensors).items():
+                self._place(target.parameter + kept, target.piece, tensor.shape).copy_(tensor)
+            return
+        parameter = self._parameters[target.parameter]
+        if target.row.fix:
+            values = target.row.fix(tensors[".weight"], assignment.record.shape)[assignment.record.source]
         else:
-            place.copy_(tensor)
-            self._started.add(a.parameter)
+            values = target.form.values(tensors, parameter.dtype)
+        place = self._place(target.parameter, target.piece, values.shape)
+        if target.row.multiply and target.parameter in self._started:
+            place.mul_(values.to(parameter))
+        else:
+            place.copy_(values)
+            self._started.add(target.parameter)
 
-
-def _experts_are_packed(checkpoint: Checkpoint, config: KimiK3Config) -> bool:
-    packed = any(name.endswith(".weight_packed") for name in checkpoint.entries)
-    if packed and config.quantization != "mxfp4":
-        raise CheckpointError(
-            f"{checkpoint.folder}: has *.weight_packed tensors, but no quantization_config in config.json says MXFP4"
-        )
-    if config.quantization == "mxfp4" and not packed:
-        raise CheckpointError(
-            f"{checkpoint.folder}: config.json says MXFP4 (quantization_config), but no tensor is named *.weight_packed"
-        )
-    return packed
+    def _place(self, parameter: str, piece: str, shape: torch.Size) -> Tensor:
+        """The part of `parameter` that `piece` fills, in the `shape` in which it comes."""
+        place = self._parameters[parameter][self._records[parameter][piece].target]
+        return place.view(shape)
 
 
 def _config_dtype(config: KimiK3Config) -> torch.dtype:

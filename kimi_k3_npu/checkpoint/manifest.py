@@ -7,6 +7,7 @@ the configuration has their numbers.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from kimi_k3_npu.checkpoint.safetensors_header import DTYPES
+from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.errors import ConfigError
 from kimi_k3_npu.resources import resource_path
 
@@ -59,6 +61,21 @@ class Extent:
     num_experts: int
     num_vision_blocks: int
 
+    @classmethod
+    def of(cls, config: KimiK3Config) -> Extent:
+        """That of the model of a config.json."""
+        text = config.text
+        layers = range(text.num_hidden_layers)
+        return cls(
+            num_layers=text.num_hidden_layers,
+            kda_layers=text.kda_layers,
+            mla_layers=text.mla_layers,
+            dense_layers=tuple(layer for layer in layers if not text.is_moe(layer)),
+            moe_layers=text.moe_layers,
+            num_experts=text.num_experts,
+            num_vision_blocks=config.vision.vt_num_hidden_layers if config.vision else 0,
+        )
+
 
 class TensorSpec(NamedTuple):
     """One tensor of a checkpoint."""
@@ -66,6 +83,10 @@ class TensorSpec(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def load_manifest(name: str) -> Manifest:

@@ -2,7 +2,8 @@
 
 A row says: this published name fills that piece of that parameter. `{L}` is a 0-based layer, `{E}` an expert, `{B}` a
 vision block. Loading, verifying and converting all read these rows; the shapes and the shard of a piece are with the
-parameter (`parallel/shard.py`). Published aliases are undone in `normalise` and nowhere else.
+parameter (`parallel/shard.py`). Where a checkpoint stores a weight as several tensors, their names follow from the
+row's and from the form it is stored in (`forms.py`). Published aliases are undone in `normalise` and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,29 +12,27 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-FLOAT = (torch.bfloat16, torch.float16, torch.float32)
-BYTES = (torch.uint8,)
+from kimi_k3_npu.checkpoint.forms import PLAIN, SUFFIXES, Form, Part
+from kimi_k3_npu.config import KimiK3Config
+from kimi_k3_npu.model.experts import EXPERTS, ExpertForm
 
 
 @dataclass(frozen=True)
 class Row:
     """Published `name` fills `piece` ("" when the parameter has just one) of `parameter`.
 
-    `fix` turns the whole published tensor into the shape of the piece where the two differ; `store` puts the piece's
-    data into the parameter; `part` tells apart tensors that fill one piece together, which a format's `combine`
-    joins.
+    `fix` turns the whole published tensor into the shape of the piece where the two differ. The pieces of a `multiply`
+    parameter are multiplied with each other. `is_expert`: a routed expert, which a model can keep in other forms.
     """
 
     name: str
     parameter: str
     piece: str = ""
-    dtypes: tuple[torch.dtype, ...] = FLOAT
     fix: Callable[[Tensor, tuple[int, ...]], Tensor] | None = None
     multiply: bool = False
-    part: str = ""
+    is_expert: bool = False
 
 
 def _heads_only(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -116,37 +115,49 @@ VISION: tuple[Row, ...] = (
     Row("mm_projector.proj.0.weight", "mm_projector.linear_1.weight"),
     Row("mm_projector.proj.2.weight", "mm_projector.linear_2.weight"),
     Row("mm_projector.post_norm.weight", "mm_projector.post_norm.weight"),
+    Row("mm_projector.rot_proj.weight", "mm_projector.rot_proj.weight"),
 )
 
-_EXPERT = (("w1", "w13"), ("w3", "w13"), ("w2", "w2"))
-
-
-def _expert(published: str, stored: str, name: str, **more: object) -> Row:
-    parameter = f"layers.{{L}}.mlp.experts.{stored}"
-    return Row(f"{_MLP}experts.{{E}}.{published}", parameter, f"{{E}}.{name}", **more)  # type: ignore[arg-type]
-
-
-PLAIN_EXPERTS = tuple(_expert(f"{name}.weight", stored, name) for name, stored in _EXPERT)
-#: MXFP4 tensors kept packed in memory, and the same tensors expanded while loading (each piece then takes two of them).
-PACKED_EXPERTS = tuple(
-    _expert(f"{name}.weight{form}", stored + form, name, dtypes=BYTES)
-    for name, stored in _EXPERT
-    for form in ("_packed", "_scale")
+EXPERT: tuple[Row, ...] = tuple(
+    Row(f"{_MLP}experts.{{E}}.{name}.weight", f"layers.{{L}}.mlp.experts.{stored}", f"{{E}}.{name}", is_expert=True)
+    for name, stored in (("w1", "w13"), ("w3", "w13"), ("w2", "w2"))
 )
-EXPANDED_EXPERTS = tuple(
-    _expert(f"{name}.weight{form}", stored, name, dtypes=BYTES, part=form)
-    for name, stored in _EXPERT
-    for form in ("_packed", "_scale")
-)
+
+ROWS = TEXT + VISION + EXPERT
+
+#: Published as fp32 whatever the dtype of the rest.
+FP32_NAMES = ("A_log", "dt_bias", "o_norm.weight", "conv1d.weight", "e_score_correction_bias")
+VISION_PREFIXES = ("vision_tower.", "mm_projector.")
+#: ModelSlim's rotation of the hidden state, which images need and text has in its weights.
+ROTATION = "mm_projector.rot_proj.weight"
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where one published tensor goes: a row with its indices filled in."""
+    """Where one published tensor goes; indices are filled in.
+
+    Args:
+        row: That of its weight.
+        form: What the weight is stored in.
+        part: Which of the form's tensors it is.
+        weight: The name of the weight, the same for all its parts.
+        parameter: What the weight fills a piece of. An expert's may be kept in several, named by `kept` after it.
+        piece: Which piece.
+        kept: What follows `parameter` in the names of the parameters; ("",) when there is just the one.
+    """
 
     row: Row
+    form: Form
+    part: Part
+    weight: str
     parameter: str
     piece: str
+    kept: tuple[str, ...] = ("",)
+
+    @property
+    def first(self) -> str:
+        """The parameter that stands for all of them where only one is looked at."""
+        return self.parameter + self.kept[0]
 
 
 _INDEXED = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+|(?<=blocks\.)\d+")
@@ -158,36 +169,89 @@ def normalise(name: str) -> str:
     return name.removeprefix("language_model.").replace(".block_sparse_moe.", ".mlp.")
 
 
+def published_name(name: str, config: KimiK3Config) -> str:
+    """The spelling that checkpoints of this model type use, of a `name` as `normalise` leaves it."""
+    if name.startswith(VISION_PREFIXES):
+        return name
+    if (match := re.match(r"(model\.layers\.(\d+)\.)mlp\.", name)) and config.text.is_moe(int(match[2])):
+        name = f"{match[1]}block_sparse_moe.{name[match.end() :]}"
+    return f"language_model.{name}" if config.model_type == "kimi_k3" else name
+
+
+def weight_of(name: str) -> tuple[str, str]:
+    """The weight that a tensor is part of, and which part: of "a.weight_scale" these are "a.weight", ".weight_scale".
+
+    A name with no known end is that of a weight which is never stored in parts.
+    """
+    for suffix in SUFFIXES:
+        if name.endswith(suffix):
+            return f"{name.removesuffix(suffix)}.weight", suffix
+    return name, ""
+
+
 @dataclass(frozen=True)
 class NameMap:
-    """Rows looked up in both directions."""
+    """ROWS looked up in both directions, for one checkpoint and one model.
 
-    rows: tuple[Row, ...]
+    Args:
+        form_of: The form that a weight is stored in, by its normalised name.
+        experts: The form in which the model keeps routed experts.
+    """
+
+    form_of: Callable[[str], Form] = lambda matrix: PLAIN
+    experts: ExpertForm = "plain"
     _by_name: dict[str, Row] = field(init=False, repr=False)
-    _by_target: dict[tuple[str, str], list[Row]] = field(init=False, repr=False)
+    _by_target: dict[tuple[str, str], Row] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_by_name", {row.name: row for row in self.rows})
-        by_target: dict[tuple[str, str], list[Row]] = {}
-        for row in self.rows:
-            by_target.setdefault((row.parameter, row.piece), []).append(row)
+        object.__setattr__(self, "_by_name", {row.name: row for row in ROWS})
+        by_target = {(row.parameter + self._kept(row)[0], row.piece): row for row in ROWS}
         object.__setattr__(self, "_by_target", by_target)
 
-    def target(self, name: str) -> Target | None:
-        """Where the published tensor `name` goes; None when no row knows it."""
-        template, indices = _split(normalise(name))
+    def _kept(self, row: Row) -> tuple[str, ...]:
+        return tuple(EXPERTS[self.experts].stored) if row.is_expert else ("",)
+
+    def _target(self, row: Row, form: Form, part: Part, indices: Mapping[str, str]) -> Target:
+        weight, parameter, piece = (_fill(text, indices) for text in (row.name, row.parameter, row.piece))
+        return Target(row, form, part, weight, parameter, piece, self._kept(row))
+
+    def target(self, name: str) -> Target | str:
+        """Where the published tensor `name` goes, or why it goes nowhere."""
+        weight, suffix = weight_of(normalise(name))
+        template, indices = _split(weight)
         row = self._by_name.get(template)
         if row is None:
-            return None
-        return Target(row, _fill(row.parameter, indices), _fill(row.piece, indices))
+            return "no tensor of that name belongs to this model"
+        form = self.form_of(weight)
+        part = form.part(suffix or ".weight")
+        if part is None:
+            return f"its weight is stored as {form.name}, which has no {suffix}"
+        if row.is_expert and self.experts not in ("plain", *form.kept):
+            return f"is stored as {form.name}, which cannot be kept as {self.experts} like other experts"
+        return self._target(row, form, part, indices)
 
-    def sources(self, parameter: str, piece: str) -> list[tuple[Row, str]]:
-        """The rows, with published names as `normalise` leaves them, that together fill one piece of one parameter."""
+    def sources(self, parameter: str, piece: str) -> list[tuple[Target, str]]:
+        """What fills one piece of one parameter, with published names as `normalise` leaves them.
+
+        Empty for the parameters beside the first of those that one matrix is kept in.
+        """
         template, indices = _split(parameter)
         expert, dot, name = piece.partition(".")
         if dot:
             indices["{E}"], piece = expert, f"{{E}}.{name}"
-        return [(row, _fill(row.name, indices)) for row in self._by_target.get((template, piece), [])]
+        row = self._by_target.get((template, piece))
+        if row is None:
+            return []
+        weight = _fill(row.name, indices)
+        form, stem = self.form_of(weight), weight.removesuffix(".weight")
+        if stem == weight:
+            return [(self._target(row, form, form.parts[0], indices), weight)]
+        return [(self._target(row, form, part, indices), stem + part.suffix) for part in form.parts]
+
+
+def template_of(name: str) -> str:
+    """A tensor's name with places for its numbers, as in ROWS: `{L}` a layer, `{E}` an expert, `{B}` a vision block."""
+    return _split(name)[0]
 
 
 def _split(name: str) -> tuple[str, dict[str, str]]:

@@ -6,20 +6,18 @@ faults are found together.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from kimi_k3_npu.checkpoint.names import NameMap, Row, Target
-from kimi_k3_npu.config import MXFP4_GROUP, KimiK3Config
+from kimi_k3_npu.checkpoint.forms import W4A8, W8A8
+from kimi_k3_npu.checkpoint.names import FP32_NAMES, ROTATION, NameMap, Target, normalise, published_name
+from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.errors import Fault
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
-from kimi_k3_npu.parallel.shard import Piece, layers
-
-#: Columns of the logical matrix in one stored column, by the kind of tensor.
-_PACKING = {"": 1, "_packed": 2, "_scale": MXFP4_GROUP}
+from kimi_k3_npu.parallel.shard import Piece, Slices, layers
 
 
 class TensorInfo(Protocol):
@@ -33,33 +31,31 @@ class TensorInfo(Protocol):
 
 @dataclass(frozen=True)
 class Assignment:
-    """The published tensor `name` fills `record` of `parameter`."""
+    """The published tensor `name` is a part of the weight that fills `record`; `source` of it is to be read."""
 
     name: str
-    row: Row
-    parameter: str
-    piece: str
+    target: Target
     record: Piece
-
-    @property
-    def source(self) -> tuple[slice, ...]:
-        """What to read of the published tensor. A row with a `fix` needs all of it; packed columns count several."""
-        if self.row.fix:
-            return ()
-        packing, last = _PACKING[self.row.part], len(self.record.shape) - 1
-        return tuple(
-            part if i < last or part == slice(None) else slice(part.start // packing, part.stop // packing)
-            for i, part in enumerate(self.record.source)
-        )
+    source: Slices
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What to read for this rank, what other ranks hold, and everything that is wrong."""
+    """What to read for this rank, and what is wrong.
 
-    assignments: list[Assignment]
-    elsewhere: list[str]
-    faults: list[Fault]
+    Args:
+        assignments: What to read.
+        elsewhere: Names of tensors that other ranks hold.
+        skipped: Names of tensors that were left out on purpose.
+        faults: What keeps the checkpoint from being loaded.
+        notes: What is unusual but harmless, as faults of which none is one.
+    """
+
+    assignments: list[Assignment] = field(default_factory=list)
+    elsewhere: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    notes: list[Fault] = field(default_factory=list)
 
 
 def plan_loading(
@@ -69,93 +65,105 @@ def plan_loading(
     *,
     skip: Collection[str] = (),
 ) -> LoadPlan:
-    """Assign each of `tensors` to the parameter piece it fills; those whose names start with one of `skip` are left
-    out."""
-    records = {
-        f"{path}.{name}": layer.pieces(name)
-        for path, layer in layers(model)
-        for name, _ in layer.named_parameters(recurse=False)
-    }
-    config, plan = model.config, LoadPlan([], [], [])
+    """Assign each of `tensors` to the parameter piece it fills; names that start with one of `skip` are left out.
+
+    Raises:
+        LayoutError: A rank's share of a weight begins or ends within a stored element.
+    """
+    plan, records = LoadPlan(), records_of(model)
     claimed: dict[tuple[str, str, str], str] = {}
     for name, info in tensors.items():
         if name.removeprefix("language_model.").startswith(tuple(skip)):
+            plan.skipped.append(name)
             continue
         target = names.target(name)
-        if target and model.is_elsewhere(target.parameter):
+        if normalise(name) == ROTATION and model.is_first and model.mm_projector is None:
+            plan.notes.append(Fault("left out", name, "turns the features of images, but there is no vision tower"))
+            continue
+        if isinstance(target, str):
+            plan.faults.append(Fault("unknown tensor", name, target))
+            continue
+        if model.is_elsewhere(target.parameter):
             plan.elsewhere.append(name)
             continue
-        if target is None or target.parameter not in records:
-            plan.faults.append(Fault("unknown tensor", name, _why_unknown(target, config)))
-            continue
-        record = records[target.parameter].get(target.piece)
+        record = records.get(target.first, {}).get(target.piece)
         if record is None:
-            if why := _why_no_piece(target, config):
+            if why := _why_unused(target, target.first in records, model.config):
                 plan.faults.append(Fault("unknown tensor", name, why))
             else:
                 plan.elsewhere.append(name)
             continue
-        first = claimed.setdefault((target.parameter, target.piece, target.row.part), name)
+        first = claimed.setdefault((target.first, target.piece, target.part.suffix), name)
         if first is not name:
             plan.faults.append(Fault("tensor given twice", name, f"it and {first} are names of the same tensor"))
-        elif fault := _check(name, info, target.row, record):
-            plan.faults.append(fault)
         else:
-            plan.assignments.append(Assignment(name, target.row, target.parameter, target.piece, record))
-    plan.faults.extend(_missing(records, claimed, tensors, names))
+            _assign(plan, name, info, target, record, model.config.model_type)
+    plan.faults.extend(_missing(records, claimed, names, model.config))
     return plan
 
 
-def _check(name: str, info: TensorInfo, row: Row, record: Piece) -> Fault | None:
-    if info.dtype not in row.dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
-        return Fault("wrong dtype", name, f"is {str(info.dtype).removeprefix('torch.')}, expected {wanted}")
-    shape = (*record.shape[:-1], record.shape[-1] // _PACKING[row.part])
-    if row.fix is None and tuple(info.shape) != shape:
-        return Fault("wrong shape", name, f"is {list(info.shape)}, expected {list(shape)}")
-    return None
+def records_of(model: KimiK3ForCausalLM) -> dict[str, Mapping[str, Piece]]:
+    """The pieces of every parameter, by its dotted path."""
+    return {
+        f"{path}.{name}": layer.pieces(name)
+        for path, layer in layers(model)
+        for name, _ in layer.named_parameters(recurse=False)
+    }
 
 
-def _why_unknown(target: Target | None, config: KimiK3Config) -> str:
-    if target is None:
-        return "no tensor of that name belongs to this model"
-    parts = target.parameter.split(".")
-    if parts[0] in ("vision_tower", "mm_projector"):
+def _assign(plan: LoadPlan, name: str, info: TensorInfo, target: Target, record: Piece, model_type: str) -> None:
+    part, shape = target.part, tuple(info.shape)
+    dtype = str(info.dtype).removeprefix("torch.")
+    if info.dtype not in part.dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in part.dtypes)
+        stored = "" if target.form.name == "plain" else f" of a weight stored as {target.form.name}"
+        plan.faults.append(Fault("wrong dtype", name, f"is {dtype}, expected {wanted}{stored}"))
+        return
+    if target.row.fix:  # its own judge of shapes, and it needs all of the tensor
+        plan.assignments.append(Assignment(name, target, record, ()))
+    elif shape not in part.shapes(record.shape):
+        wanted = " or ".join(map(str, map(list, part.shapes(record.shape))))
+        wanted = f"expected {wanted}" if wanted else f"a weight {list(record.shape)} cannot be {target.form.name}"
+        plan.faults.append(Fault("wrong shape", name, f"is {list(shape)}, {wanted}"))
+        return
+    else:
+        source = part.source(name, record.source, record.shape, shape)
+        plan.assignments.append(Assignment(name, target, record, source))
+    is_scale = target.form in (W4A8, W8A8) and torch.float32 in part.dtypes
+    if (is_scale or name.endswith(FP32_NAMES)) and info.dtype != torch.float32:
+        plan.notes.append(Fault("less precise than published", name, f"is {dtype}, published as float32"))
+    if target.row.fix and len(shape) > 1 and model_type == "kimi_k3":
+        plan.notes.append(Fault("former shape", name, f"is {list(shape)}, published as one dimension"))
+
+
+def _why_unused(target: Target, has_parameter: bool, config: KimiK3Config) -> str | None:
+    """None when the model has the piece, on another rank."""
+    first, *rest = target.parameter.split(".")
+    if first in ("vision_tower", "mm_projector"):
         return "config.json has no vision_config that would use it"
-    if parts[0] != "layers":
+    if first != "layers":
         return "config.json leaves this part out"
-    layer = int(parts[1])
+    layer = int(rest[0])
     if layer >= config.text.num_hidden_layers:
         return f"layer {layer}, but config.json has num_hidden_layers = {config.text.num_hidden_layers}"
-    return f"layer {layer} of this config has none ({_describe(config, layer)})"
-
-
-def _why_no_piece(target: Target, config: KimiK3Config) -> str | None:
-    """None when the piece exists, on another rank."""
-    expert, dot, _ = target.piece.partition(".")
-    if dot and int(expert) < config.text.num_experts:
-        return None
-    if dot:
-        return f"expert {expert}, but config.json has num_experts = {config.text.num_experts}"
-    return f"its layer has none ({_describe(config, int(target.parameter.split('.')[1]))})"
-
-
-def _describe(config: KimiK3Config, layer: int) -> str:
-    return f"{config.text.layer_kinds[layer]} attention, {'experts' if config.text.is_moe(layer) else 'dense MLP'}"
+    kind = f"{config.text.layer_kinds[layer]} attention, {'experts' if config.text.is_moe(layer) else 'dense MLP'}"
+    if not has_parameter:
+        return f"layer {layer} of this config has none ({kind})"
+    if not target.row.is_expert:
+        return f"its layer has none ({kind})"
+    expert = int(target.piece.partition(".")[0])
+    return None if expert < config.text.num_experts else f"config.json has num_experts = {config.text.num_experts}"
 
 
 def _missing(
     records: Mapping[str, Mapping[str, Piece]],
     claimed: Mapping[tuple[str, str, str], str],
-    tensors: Iterable[str],
     names: NameMap,
-) -> Iterable[Fault]:
-    prefix = "language_model." if any(name.startswith("language_model.") for name in tensors) else ""
+    config: KimiK3Config,
+) -> Iterator[Fault]:
     for parameter, pieces in records.items():
         for piece in pieces:
-            for row, published in names.sources(parameter, piece):
-                if (parameter, piece, row.part) not in claimed:
-                    full = published if published.startswith(("vision", "mm_")) else prefix + published
-                    if ".experts." in full or ".gate." in full or ".shared_experts." in full or ".routed_" in full:
-                        full = full.replace(".mlp.", ".block_sparse_moe.")
+            for target, published in names.sources(parameter, piece):
+                if (parameter, piece, target.part.suffix) not in claimed:
+                    full = published_name(published, config)
                     yield Fault("missing tensor", full, "the model needs it and no shard has it")

@@ -129,7 +129,7 @@ class CachedAttention:
         q, k, v = mixed.unflatten(-1, (3, layer.num_heads, layer.head_dim)).unbind(1)  # each [T, h, d]
         q, k = l2_norm(q) * layer.head_dim**-0.5, l2_norm(k)
         g = kda_gate(forget_gate, layer.A_log, layer.dt_bias.view(layer.num_heads, -1), layer.gate_lower_bound)
-        inputs = (q, k, v.float(), g, beta.float().sigmoid(), states[index])
+        inputs = (q, k, v, g, beta.float().sigmoid(), states[index])
         if all(n == 1 for n in self.query_lens):
             o, state = kda_step(*inputs)
         elif self._kda_form == "recurrent":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.model.attention import Attention, CachedAttention
 from kimi_k3_npu.model.cache import ModelCache
 from kimi_k3_npu.model.decoder import DecoderLayer
+from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.model.norm import RMSNorm
 from kimi_k3_npu.model.residual import ResidualMixer
 from kimi_k3_npu.model.vision import Projector, VisionTower
@@ -23,8 +25,8 @@ class KimiK3ForCausalLM(nn.Module):
     """Kimi-K3 (or Kimi-Linear) on one rank of `mesh`, weights uninitialised; `load_model` makes a filled one.
 
     Of a pipeline, it holds the layers of the mesh's stage; the embedding (and vision) are with the first stage, the
-    final norm and the head with the last. `packed_experts` keeps MXFP4 experts packed. With a vision config and
-    `vision=True` the tower and projector are built.
+    final norm and the head with the last. `experts` is the form in which routed experts are kept. With a
+    vision config and `vision=True` the tower and projector are built, with `rotated_vision` for a rotated text model.
     """
 
     def __init__(
@@ -33,19 +35,22 @@ class KimiK3ForCausalLM(nn.Module):
         mesh: Mesh | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
-        packed_experts: bool = False,
+        experts: ExpertForm = "plain",
+        packed_experts: bool = False,  # former name of experts="mxfp4"
         vision: bool = True,
+        rotated_vision: bool = False,
     ) -> None:
         super().__init__()
+        experts = "mxfp4" if packed_experts else experts
         mesh, text = mesh or Mesh(), config.text
-        self.config, self.mesh, self.dtype = config, mesh, dtype
+        self.config, self.mesh, self.dtype, self.experts = config, mesh, dtype, experts
         self.is_first, self.is_last = mesh.stage == 0, mesh.stage == mesh.layout.pp - 1
         table = (text.vocab_size, text.hidden_size, mesh, dtype)
         tied = text.tie_word_embeddings
         self.embed_tokens = VocabularyTable(*table) if self.is_first or (tied and self.is_last) else None
         self.layers = nn.ModuleDict(
             {
-                str(i): DecoderLayer(text, i, mesh, dtype, packed_experts=packed_experts)
+                str(i): DecoderLayer(text, i, mesh, dtype, experts=experts)
                 for i in mesh.layout.stage_layers(mesh.stage, text)
             }
         )
@@ -55,7 +60,7 @@ class KimiK3ForCausalLM(nn.Module):
         self.lm_head = None if not self.is_last else self.embed_tokens if tied else VocabularyTable(*table)
         tower = config.vision if vision and self.is_first else None
         self.vision_tower = VisionTower(tower, dtype) if tower else None
-        self.mm_projector = Projector(tower, dtype) if tower else None
+        self.mm_projector = Projector(tower, dtype, rotated=rotated_vision) if tower else None
 
     @property
     def device(self) -> torch.device:
@@ -85,12 +90,28 @@ class KimiK3ForCausalLM(nn.Module):
         return self.embed_tokens.embed(input_ids, counts)
 
     def run_layers(
-        self, prefix: Tensor, bank: Tensor, attention: Attention, counts: Sequence[int]
+        self,
+        prefix: Tensor,
+        bank: Tensor,
+        attention: Attention,
+        counts: Sequence[int],
+        after_layer: Callable[[int, Tensor, Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """This stage's layers. The running sum [T, H] and the bank [T, B, H] are what crosses a stage boundary."""
-        for layer in self.layers.values():
+        """This stage's layers. The running sum [T, H] and the bank [T, B, H] are what crosses a stage boundary.
+
+        after_layer: called with each layer's index, and the sum and bank that it leaves (see `read_after`).
+        """
+        for index, layer in self.layers.items():
             prefix, bank = layer(prefix, bank, attention, counts)
+            if after_layer:
+                after_layer(int(index), prefix, bank)
         return prefix, bank
+
+    def read_after(self, layer: int, prefix: Tensor, bank: Tensor) -> Tensor:
+        """What follows `layer`, the next layer or the final norm, reads of its sum and bank: [T, H], not yet normed."""
+        following = str(layer + 1)
+        mixer: Any = self.layers[following].self_attention_res if following in self.layers else self.output_attn_res
+        return prefix if mixer is None else mixer(prefix, bank)
 
     def finish(self, prefix: Tensor, bank: Tensor) -> Tensor:
         """The final mixture and norm: [T, H]. Last stage only."""

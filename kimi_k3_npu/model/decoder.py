@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kimi_k3_npu.config import TextConfig
 from kimi_k3_npu.model.attention import Attention
+from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.model.kda import KimiDeltaAttention
 from kimi_k3_npu.model.mla import MultiHeadLatentAttention
 from kimi_k3_npu.model.mlp import DenseMLP
@@ -23,14 +24,14 @@ class DecoderLayer(Layer):
     """Layer `index` (0-based). What travels between layers is the running sum `prefix` of the current block and the
     `bank`: the embeddings and the finished sums of the earlier blocks, [T, B, H]."""
 
-    def __init__(self, config: TextConfig, index: int, mesh: Mesh, dtype: torch.dtype, *, packed_experts: bool) -> None:
+    def __init__(self, config: TextConfig, index: int, mesh: Mesh, dtype: torch.dtype, *, experts: ExpertForm) -> None:
         super().__init__()
         hidden, eps, block = config.hidden_size, config.rms_norm_eps, config.attn_res_block_size
         attention = KimiDeltaAttention if config.layer_kinds[index] == "kda" else MultiHeadLatentAttention
         self.self_attn = attention(config, index, mesh, dtype)
         if config.is_moe(index):
             moe = DispatchedMoE if mesh.layout.uses_all_to_all else GatheredMoE
-            self.mlp: Layer = moe(config, mesh, dtype, packed=packed_experts)
+            self.mlp: Layer = moe(config, mesh, dtype, experts)
         else:
             self.mlp = DenseMLP(config, mesh, dtype)
         self.input_layernorm = RMSNorm(hidden, eps, dtype)

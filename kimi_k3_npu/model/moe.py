@@ -7,21 +7,20 @@ width inside an expert.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k3_npu.config import MXFP4_GROUP, TextConfig
+from kimi_k3_npu.config import TextConfig
+from kimi_k3_npu.model.experts import EXPERTS, ExpertForm, Experts
 from kimi_k3_npu.model.mlp import MLP
 from kimi_k3_npu.model.norm import RMSNorm
-from kimi_k3_npu.ops.experts import moe_experts, moe_experts_mxfp4
 from kimi_k3_npu.ops.routing import route
-from kimi_k3_npu.parallel.experts import AllToAll, ExpertDispatch
+from kimi_k3_npu.parallel.experts import AllToAll, ExpertDispatch, Mc2
 from kimi_k3_npu.parallel.linear import ReplicatedLinear
 from kimi_k3_npu.parallel.mesh import Mesh
-from kimi_k3_npu.parallel.shard import Layer, Piece, whole
+from kimi_k3_npu.parallel.shard import Layer, whole
 
 
 class Router(Layer):
@@ -49,60 +48,15 @@ class Router(Layer):
         )
 
 
-class Experts(Layer):
-    """This rank's share of the routed experts, as plain matrices: whole experts over ep, their width over moe_tp."""
-
-    #: How many input columns one stored column holds, for each stored form of a matrix.
-    forms: ClassVar[dict[str, int]] = {"": 1}
-
-    def __init__(self, config: TextConfig, mesh: Mesh, dtype: torch.dtype) -> None:
-        super().__init__()
-        held = mesh.ep.part(config.num_experts, "routed experts")
-        self.first = held.start
-        self.betas = config.activation_betas
-        latent, inner, count = config.expert_hidden_size, config.moe_intermediate_size, held.stop - held.start
-        rows = mesh.moe_tp.part(inner, "expert width")  # of w1 and w3, and columns of w2
-        width = rows.stop - rows.start
-        for form, packing in self.forms.items():
-            upper, lower = (inner, latent // packing), (latent, inner // packing)
-            columns = mesh.moe_tp.part(lower[1], "stored expert width")
-            w13 = {
-                f"{held.start + e}.{name}": Piece(upper, (rows,), (slice(e, e + 1), place))
-                for e in range(count)
-                for name, place in (("w1", slice(0, width)), ("w3", slice(width, 2 * width)))
-            }
-            w2 = {
-                f"{held.start + e}.w2": Piece(lower, (slice(None), columns), (slice(e, e + 1),)) for e in range(count)
-            }
-            stored = torch.uint8 if form else dtype
-            self.allocate(f"w13{form}", (count, 2 * width, upper[1]), w13, stored)
-            self.allocate(f"w2{form}", (count, latent, columns.stop - columns.start), w2, stored)
-
-    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """x [T, L], weights fp32 [T, k], ids [T, k] -> [T, L], the weighted sum over what is held here."""
-        return moe_experts(x, weights, ids, self.w13, self.w2, self.first, *self.betas)
-
-
-class PackedExperts(Experts):
-    """The same with weights kept as MXFP4: two 4-bit values a byte and one scale per 32 inputs, expanded while in
-    use."""
-
-    forms: ClassVar[dict[str, int]] = {"_packed": 2, "_scale": MXFP4_GROUP}
-
-    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        matrices = (self.w13_packed, self.w13_scale, self.w2_packed, self.w2_scale)
-        return moe_experts_mxfp4(x, weights, ids, *matrices, self.first, *self.betas)
-
-
 class LatentMoE(Layer):
     """The parts of one mixture; how the tokens meet the experts is the subclass's `forward`."""
 
-    def __init__(self, config: TextConfig, mesh: Mesh, dtype: torch.dtype, *, packed: bool) -> None:
+    def __init__(self, config: TextConfig, mesh: Mesh, dtype: torch.dtype, experts: ExpertForm) -> None:
         super().__init__()
         hidden, latent = config.hidden_size, config.routed_expert_hidden_size
         self.mesh = mesh
         self.gate = Router(config)
-        self.experts = (PackedExperts if packed else Experts)(config, mesh, dtype)
+        self.experts: Experts = EXPERTS[experts](config, mesh, dtype)
         self.routed_expert_down_proj = ReplicatedLinear(hidden, latent, dtype) if latent else None
         self.routed_expert_up_proj = ReplicatedLinear(latent, hidden, dtype) if latent else None
         use_norm = latent and config.latent_moe_use_norm
@@ -138,9 +92,11 @@ class GatheredMoE(LatentMoE):
 class DispatchedMoE(LatentMoE):
     """With an all-to-all: the ranks of a replica share out its rows, and each row travels to its experts' ranks."""
 
-    def __init__(self, config: TextConfig, mesh: Mesh, dtype: torch.dtype, *, packed: bool) -> None:
-        super().__init__(config, mesh, dtype, packed=packed)
+    def __init__(self, config: TextConfig, mesh: Mesh, dtype: torch.dtype, experts: ExpertForm) -> None:
+        super().__init__(config, mesh, dtype, experts)
         self.dispatch: ExpertDispatch = AllToAll(mesh.ep, config.num_experts)
+        if mesh.layout.moe_dispatch == "mc2":
+            self.dispatch = Mc2(mesh.mc2, config.num_experts, otherwise=self.dispatch)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """x [T, H], normed; counts: the rows of each data-parallel replica. Returns [T, H], complete."""

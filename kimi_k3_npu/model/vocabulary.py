@@ -18,10 +18,9 @@ class VocabularyTable(Layer):
     def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
         self.mesh, self.vocab_size = mesh, vocab_size
-        self.share = -(-vocab_size // mesh.vocab.size)
-        self.first = min(mesh.vocab.rank * self.share, vocab_size)
-        held = min(self.share, vocab_size - self.first)
-        piece = Piece((vocab_size, hidden_size), (slice(self.first, self.first + held),), (slice(0, held),))
+        self.share, part = mesh.vocab.padded_part(vocab_size)
+        self.first, held = part.start, part.stop - part.start
+        piece = Piece((vocab_size, hidden_size), (part,), (slice(0, held),))
         self.weight = self.allocate("weight", (self.share, hidden_size), piece, dtype)
         with torch.no_grad():
             self.weight[held:] = 0

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kimi_k3_npu import KimiK3Config, KimiK3ForCausalLM, load_model
-from kimi_k3_npu.checkpoint.export import INDEX, export_tensors, published_name, write_checkpoint
+from kimi_k3_npu.checkpoint.export import INDEX, export_tensors, write_checkpoint
 from kimi_k3_npu.checkpoint.manifest import load_manifest
-from kimi_k3_npu.checkpoint.names import normalise
+from kimi_k3_npu.checkpoint.names import normalise, published_name
 from kimi_k3_npu.checkpoint.reader import Checkpoint
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
