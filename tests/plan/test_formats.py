@@ -1,0 +1,137 @@
+"""Weight bytes in every format, against published sizes and against the modules that are really allocated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kimi_k3_npu.config import KimiK3Config
+from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
+from kimi_k3_npu.parallel.layout import ParallelLayout
+from kimi_k3_npu.parallel.mesh import Mesh
+from kimi_k3_npu.plan.formats import FORMATS, Held, held_blocks, held_parameters
+from kimi_k3_npu.plan.weights import rank_weights
+from kimi_k3_npu.tiny import write_tiny
+
+ATTN_TP_16 = "tp=64,dp=4,dispatch=alltoall,shared=attn_tp,dense=attn_tp,lm_head=dp"
+REPLICATED = "tp=64,dp=4,dispatch=alltoall,dense=attn_tp,lm_head=dp"
+
+WORKER = """
+import json, sys
+import torch.distributed as dist
+from kimi_k3_npu import load_model
+from kimi_k3_npu.parallel.layout import ParallelLayout
+rank, rendezvous, folder, layout, out = int(sys.argv[1]), *sys.argv[2:]
+dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=4)
+model = load_model(folder, layout=ParallelLayout.parse(layout), expert_weights="auto")
+held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+open(f"{out}.{rank}", "w").write(json.dumps({path: tensor.nbytes for path, tensor in held.items()}))
+dist.barrier()
+"""
+
+
+def blocks(config: KimiK3Config, layout: str, form: str, rank: int = 0) -> dict[str, Held]:
+    mesh = Mesh.inspect(ParallelLayout.parse(layout), rank)
+    with torch.device("meta"):
+        model = KimiK3ForCausalLM(config, mesh, packed_experts=False)
+    return held_blocks(held_parameters(model, form), config.text)
+
+
+def gigabytes(held: Held) -> float:
+    return round(held.elements / 1e9, 1)
+
+
+class TestPublished:
+    """The figures that are known of the full-size model."""
+
+    def test_codes_of_routed_experts(self, full: KimiK3Config) -> None:
+        assert gigabytes(blocks(full, ATTN_TP_16, "w4a8")["routed experts"]) == 21.3
+        assert gigabytes(blocks(full, ATTN_TP_16, "mxfp4")["routed experts"]) == 21.3
+        assert gigabytes(blocks(full, ATTN_TP_16, "int4x2")["routed experts"]) == 42.5
+        assert gigabytes(blocks(full, "tp=48", "w4a8")["routed experts"]) == 28.4
+
+    def test_mxfp4_with_scales(self, full: KimiK3Config) -> None:
+        experts = blocks(full, "tp=32,dispatch=alltoall,shared=attn_tp", "mxfp4")["routed experts"]
+        assert round(experts.total / 1e9, 1) == 45.2
+
+    def test_shared_experts(self, full: KimiK3Config) -> None:
+        for form, whole, split in (("bf16", 24.3, 1.5), ("mxfp4", 24.3, 1.5), ("w4a8", 12.2, 0.8)):
+            assert gigabytes(blocks(full, REPLICATED, form)["shared experts"]) == whole
+            assert gigabytes(blocks(full, ATTN_TP_16, form)["shared experts"]) == split
+
+    def test_latent_projections_and_dense(self, full: KimiK3Config) -> None:
+        plain, quantised = (blocks(full, ATTN_TP_16, form) for form in ("bf16", "w4a8-attn8"))
+        assert round(plain["latent projections"].elements / 1e9, 2) == 9.45
+        assert gigabytes(quantised["latent projections"]) == 4.7
+        assert round(plain["dense MLP"].elements / 1e9, 2) == 0.09
+
+    @pytest.mark.parametrize(("form", "published"), [("w4a8", 1486.26), ("w4a8-attn8", 1466.40)])
+    def test_size_of_the_checkpoint(self, full: KimiK3Config, form: str, published: float) -> None:
+        """What is stored beyond what a rank keeps: offsets of every quantised row, the corrections as they were split,
+        what is kept in fp32 although it is stored in bf16; and less: two tensors of each mixer are one."""
+        held = blocks(full, "tp=1", form)
+        text = full.text
+        visits = text.num_experts * len(text.moe_layers)
+        width, inner = text.expert_hidden_size, text.moe_intermediate_size
+        in_memory = 12 * (2 * inner + width)  # 64-bit scale and summed correction of every row
+        on_disk = 12 * 2 * inner + 72 * width  # scale, offset and correction, which w2 has in 16 parts
+        total = sum(block.total for block in held.values()) + visits * (on_disk - in_memory)
+        total += sum(block.scales for name, block in held.items() if name != "routed experts")  # offsets of W8A8
+        total -= 2 * text.num_experts * text.hidden_size * len(text.moe_layers)  # the router is stored in bf16
+        total -= 24 * text.num_attention_heads * text.kv_lora_rank * text.v_head_dim * 2  # the copy for v-up
+        assert total / 1e9 == pytest.approx(published, abs=0.06)
+
+
+@pytest.mark.parametrize("form", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("layout", [ATTN_TP_16, REPLICATED, "tp=8,pp=2", "tp=16,ep=16"])
+def test_equals_what_the_modules_allocate(full: KimiK3Config, form: str, layout: str) -> None:
+    """Counted by pieces, and on modules that hold the format."""
+    held = rank_weights(full, ParallelLayout.parse(layout), 1, experts=form)
+    assert {block.block: block.total for block in held.blocks} == {
+        name: bytes_.total for name, bytes_ in blocks(full, layout, form, 1).items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["mxfp4", "bf16"])
+@pytest.mark.parametrize(
+    "layout", ["tp=4", "tp=4,dp=2,dispatch=alltoall,shared=attn_tp,dense=attn_tp,lm_head=dp", "tp=4,ep=2"]
+)
+def test_equals_what_four_ranks_hold(tmp_path: Path, storage: str, layout: str) -> None:
+    """A tiny checkpoint loaded over gloo: every parameter of every rank has the bytes of the plan."""
+    folder = tmp_path / "tiny"
+    write_tiny(folder, storage=storage)
+    command = [sys.executable, "-c", WORKER]
+    shared = [str(tmp_path / "rendezvous"), str(folder), layout, str(tmp_path / "out")]
+    ranks = [subprocess.Popen([*command, str(rank), *shared]) for rank in range(4)]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0] * 4
+    config = KimiK3Config.from_pretrained(folder)
+    for rank in range(4):
+        loaded = json.loads((tmp_path / f"out.{rank}").read_text())
+        with torch.device("meta"):
+            mesh = Mesh.inspect(ParallelLayout.parse(layout), rank)
+            planned = held_parameters(KimiK3ForCausalLM(config, mesh), storage)
+        for matrix in ("w13", "w2"):  # packed experts are two parameters where the plan has one
+            for path in [path for path in loaded if path.endswith(f"{matrix}_packed")]:
+                plain = path.removesuffix("_packed")
+                loaded[plain] = loaded.pop(path) + loaded.pop(f"{plain}_scale")
+        assert loaded == {path: held.total for path, held in planned.items()}
+
+
+def test_every_rule_is_used(full: KimiK3Config) -> None:
+    """A pattern that matched nothing would leave weights in bf16 in silence."""
+    plain = blocks(full, ATTN_TP_16, "bf16")
+    for form, smaller in (
+        ("mxfp4", {"routed experts"}),
+        ("int4x2", {"routed experts"}),
+        ("w4a8", {"routed experts", "shared experts", "latent projections"}),
+        ("w4a8-attn8", {"routed experts", "shared experts", "latent projections", "KDA", "MLA", "dense MLP"}),
+    ):
+        assert form in FORMATS
+        found = blocks(full, ATTN_TP_16, form)
+        assert {name for name in found if found[name].elements < plain[name].elements} == smaller
