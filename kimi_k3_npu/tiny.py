@@ -19,17 +19,12 @@ from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.errors import KimiK3Error
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.resources import resource_path
+from kimi_k3_npu.tokenizer import PUBLISHED_NAMES, VISIBLE_CONTROL_TOKENS, byte_alphabet
 
 TinyFormat = Literal["mxfp4", "bf16", "fp32"]
 
 #: K3's named control tokens in the order of their published ids; here they follow the 256 bytes without gaps.
-CONTROL_TOKENS = (
-    *("[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>", "[start_header_id]", "[end_header_id]"),
-    *("[EOT]", "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>", "<osagent_mode>"),
-    *("[UNK]", "[PAD]"),
-)
-#: As published, these three stay visible when special tokens are left out of decoded text.
-VISIBLE_CONTROL_TOKENS = ("<|open|>", "<|close|>", "<|sep|>")
+CONTROL_TOKENS = tuple(PUBLISHED_NAMES.values())
 
 _NUM_BYTES = 256
 _PRINTABLE = slice(0x20, 0x7F)
@@ -95,6 +90,7 @@ def write_tiny(folder: Path, *, seed: int = 0, storage: TinyFormat = "mxfp4") ->
     write_checkpoint(tensors, folder, shard_bytes=-(-sum(tensor.nbytes for _, tensor in tensors) // 2))
     tiny_tokenizer().save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config())
+    _write_json(folder / "preprocessor_config.json", _preprocessor_config())
     _write_json(folder / "generation_config.json", _token_ids())
     _write_json(folder / "config.json", raw)
 
@@ -114,20 +110,13 @@ def tiny_config(storage: TinyFormat = "mxfp4") -> dict[str, Any]:
 
 def tiny_tokenizer() -> Tokenizer:
     """Byte b is token b; no merges, no normalisation, nothing added in front of a text."""
-    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_alphabet())}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(byte_alphabet())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(
         [AddedToken(token, special=token not in VISIBLE_CONTROL_TOKENS, normalized=False) for token in CONTROL_TOKENS]
     )
     return tokenizer
-
-
-def _byte_alphabet() -> list[str]:
-    """The character that byte-level tokenizers write for each byte: itself where printable, else one from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(_NUM_BYTES)]
 
 
 def _id(token: str) -> int:
@@ -140,13 +129,37 @@ def _token_ids() -> dict[str, int]:
 
 def _tokenizer_config() -> dict[str, Any]:
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": "KimiK3Tokenizer",
         "bos_token": "[BOS]",
         "eos_token": "<|end_of_msg|>",
         "pad_token": "[PAD]",
         "unk_token": "[UNK]",
         "clean_up_tokenization_spaces": False,
         "model_max_length": _TEXT["max_position_embeddings"],
+    }
+
+
+def _preprocessor_config() -> dict[str, Any]:
+    return {
+        "processor_class": "KimiK3Processor",
+        "image_processor_type": "KimiK3ImageProcessor",
+        "media_proc_cfg": {
+            "patch_size": 14,
+            "merge_kernel_size": 2,
+            "in_patch_limit": 1024,
+            "patch_limit_on_one_side": 64,
+            "fixed_output_tokens": None,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "transparent_bg_config": {
+                "pattern": "chessboard",
+                "chessboard_square_size": 8,
+                "chessboard_square_on_top_left": True,
+                "chessboard_white_value": 255,
+                "chessboard_gray_value": 180,
+            },
+            "transparent_bg_fill_stage": "after_resize",
+        },
     }
 
 

@@ -1,4 +1,5 @@
-"""Kimi-K3 in transformers: importing this module registers `kimi_k3` with AutoConfig and AutoModelForCausalLM.
+"""Kimi-K3 in transformers: importing this module registers `kimi_k3` with AutoConfig, AutoModelForCausalLM,
+AutoModelForImageTextToText and AutoProcessor, and KimiK3Tokenizer with AutoTokenizer.
 
 transformers is the engine for one process: `generate` with its sampling, streaming, stopping and beams is all its
 own. Its batches are padded; the model's are ragged, so the padding is taken out on the way in and put back on the way
@@ -16,18 +17,23 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
     GenerationConfig,
     GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.tokenization_auto import REGISTERED_TOKENIZER_CLASSES
 
 from kimi_k3_npu.checkpoint.load import ExpertWeights, Progress, load_model
 from kimi_k3_npu.config import KimiK3Config, read_config_file
+from kimi_k3_npu.engines.processing import KimiK3Processor, KimiK3Tokenizer
 from kimi_k3_npu.model.attention import CachedAttention
 from kimi_k3_npu.model.cache import ModelCache
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
+from kimi_k3_npu.model.vision import image_features, splice
 
 
 class KimiK3PreTrainedConfig(PreTrainedConfig):
@@ -111,6 +117,7 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
         dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         expert_weights: ExpertWeights = "auto",
+        vision: bool | None = None,
         progress: Progress | None = None,
         **unsupported: Any,
     ) -> KimiK3ForGeneration:
@@ -126,7 +133,9 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
         if isinstance(dtype, str):
             dtype = None if dtype == "auto" else getattr(torch, dtype)
         path = Path(pretrained_model_name_or_path)
-        model = load_model(path, device=device, dtype=dtype, expert_weights=expert_weights, progress=progress)
+        model = load_model(
+            path, device=device, dtype=dtype, expert_weights=expert_weights, vision=vision, progress=progress
+        )
         wrapper = cls(config or _config_of(path, model.config), model)
         if (path / "generation_config.json").is_file():
             wrapper.generation_config = GenerationConfig.from_pretrained(path)
@@ -147,6 +156,8 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         past_key_values: GenerationCache | None = None,
         inputs_embeds: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        grid_thws: Tensor | None = None,
         logits_to_keep: int = 0,
         use_cache: bool | None = None,
         **_: Any,
@@ -154,7 +165,8 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
         """input_ids [B, L] (or inputs_embeds [B, L, H]) -> logits fp32 [B, L, vocab], or of the last `logits_to_keep`
         columns.
 
-        attention_mask [B, past + L] marks real tokens; logits of padding are 0.
+        attention_mask [B, past + L] marks real tokens; logits of padding are 0. pixel_values [P, 3, p, p] and grid_thws
+        [images, 3] are the images of all rows in order; each feature takes the place of one placeholder token.
         """
         rows = inputs_embeds if input_ids is None else input_ids
         if rows is None:
@@ -167,7 +179,12 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
         cache = past_key_values if past_key_values is not None else GenerationCache(self.model, columns)
         attention = cache.attend(real.sum(dim=1).tolist(), columns)
         flat = rows[real]  # [T] or [T, H]
-        hidden = self.model(flat, attention, flat if input_ids is None else None)
+        embeddings = flat if input_ids is None else None
+        if pixel_values is not None:
+            if input_ids is None or grid_thws is None:
+                raise ValueError("pixel_values need input_ids with placeholder tokens, and grid_thws")
+            embeddings = self._with_images(flat, pixel_values, grid_thws)
+        hidden = self.model(flat, attention, embeddings)
         attention.commit()
 
         kept = real[:, -logits_to_keep:]  # all columns for 0
@@ -175,6 +192,45 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
         padded = logits.new_zeros(batch, kept.shape[1], logits.shape[-1])
         padded[kept] = logits
         return CausalLMOutputWithPast(logits=padded, past_key_values=cache if use_cache is not False else None)  # type: ignore[arg-type]
+
+    def _with_images(self, token_ids: Tensor, pixels: Tensor, grids: Tensor) -> Tensor:
+        """Embeddings [T, H] of token_ids [T], the images' features in the places of placeholder tokens."""
+        tower, projector = self.model.vision_tower, self.model.mm_projector
+        placeholder = self.model.config.media_placeholder_token_id
+        if tower is None or projector is None or placeholder is None:
+            raise ValueError("this model was loaded without vision weights, or has none; it takes no pixel_values")
+        frames = [(t, rows, columns) for t, rows, columns in grids.tolist()]
+        features = image_features(tower, projector, pixels.to(token_ids.device), frames)
+        return splice(self.model.embed(token_ids, [len(token_ids)]), token_ids, placeholder, features)
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **model_kwargs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Beams and several answers to a prompt: its images go with each of its copies."""
+        pixels, grids = model_kwargs.pop("pixel_values", None), model_kwargs.pop("grid_thws", None)
+        images = {"pixel_values": pixels, "grid_thws": grids}
+        if pixels is not None and expand_size > 1:
+            images = self._repeat_images(expand_size, input_ids, pixels, grids)
+        expand = super()._expand_inputs_for_generation  # type: ignore[misc]
+        ids, kwargs = expand(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
+        return ids, kwargs | {name: value for name, value in images.items() if value is not None}
+
+    def _repeat_images(self, copies: int, input_ids: Tensor, pixels: Tensor, grids: Tensor) -> dict[str, Any]:
+        vision = self.model.config.vision
+        assert vision is not None
+        area = vision.merge_kernel_size[0] * vision.merge_kernel_size[1]
+        parts = list(zip(pixels.split(grids.prod(dim=1).tolist()), grids, strict=True))
+        repeated = []
+        for wanted in (input_ids == self.model.config.media_placeholder_token_id).sum(dim=1).tolist():
+            row = []
+            while wanted > 0 and parts:
+                row.append(parts.pop(0))
+                wanted -= int(row[-1][1][1:].prod()) // area
+            repeated += row * copies
+        return {
+            "pixel_values": torch.cat([part for part, _ in repeated]),
+            "grid_thws": torch.stack([grid for _, grid in repeated]),
+        }
 
 
 #: Arguments that AutoModelForCausalLM passes along by itself.
@@ -203,3 +259,8 @@ def _config_of(path: Path, config: KimiK3Config) -> KimiK3PreTrainedConfig:
 
 AutoConfig.register("kimi_k3", KimiK3PreTrainedConfig, exist_ok=True)
 AutoModelForCausalLM.register(KimiK3PreTrainedConfig, KimiK3ForGeneration, exist_ok=True)
+AutoModelForImageTextToText.register(KimiK3PreTrainedConfig, KimiK3ForGeneration, exist_ok=True)
+AutoProcessor.register(KimiK3PreTrainedConfig, KimiK3Processor, exist_ok=True)
+# By the name alone: were it tied to the configuration class too, AutoTokenizer would take the published folder, whose
+# class is a file in it, for one that transformers has itself.
+REGISTERED_TOKENIZER_CLASSES["KimiK3Tokenizer"] = KimiK3Tokenizer
