@@ -69,8 +69,14 @@ clean: ## remove environments, build output and caches
 	touch $@
 
 # .venv*/.ready: the package itself, editable; again when its metadata changes.
-$(CORE) $(NPU) $(SGLANG): %/.ready: %/.locked pyproject.toml
+$(CORE) $(NPU): %/.ready: %/.locked pyproject.toml
 	$(@D)/bin/python $(PIP) install --no-deps --no-build-isolation -e .
+	touch $@
+
+# SGLang's processes run the package as users install it, a wheel, which also holds the guard; again when it changes.
+PACKAGE_FILES := $(shell find kimi_k3_npu recipes weights -type f -not -name '*.pyc' -not -name '.*')
+$(SGLANG): .venv-sglang/.locked pyproject.toml $(PACKAGE_FILES)
+	$(@D)/bin/python $(PIP) install --no-deps --no-build-isolation --force-reinstall .
 	touch $@
 
 # SGLang on a CPU needs a platform package and torchvision's operator names, both for tests only.

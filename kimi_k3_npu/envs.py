@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kimi_k3_npu.errors import LaunchError
 
@@ -16,12 +16,21 @@ PREFIX = "KIMI_K3_NPU_"
 V_UP = "KIMI_K3_NPU_V_UP"
 SOC = "KIMI_K3_NPU_SOC"
 CANN = "KIMI_K3_NPU_CANN"
+SGLANG_EXPERT_DISPATCH = "KIMI_K3_NPU_SGLANG_EXPERT_DISPATCH"
+SGLANG_EXPERT_WEIGHTS = "KIMI_K3_NPU_SGLANG_EXPERT_WEIGHTS"
 
 #: Name -> what it does.
 VARIABLES: dict[str, str] = {
     V_UP: "Kernel of the v-up batched matmul, instead of the first that can take the shape; an error if it cannot.",
     SOC: "NPU generation (a2, a3, a5, or a chip name such as Ascend910B3), instead of what torch_npu reports.",
     CANN: "CANN version (such as 9.1), instead of what torch_npu reports; CANN before 8.1.RC1 reports none.",
+    SGLANG_EXPERT_DISPATCH: (
+        "What carries tokens to experts under SGLang's --moe-a2a-backend deepep: deepep (SGLang's DeepEP dispatcher, "
+        "the default on NPUs) or own (an all-to-all over SGLang's expert-parallel group, the default elsewhere)."
+    ),
+    SGLANG_EXPERT_WEIGHTS: (
+        "How MXFP4 experts stay in memory under SGLang: packed, bf16 (expanded once), or auto (as stored, the default)."
+    ),
 }
 
 
@@ -55,6 +64,11 @@ def check() -> None:
     if unknown:
         lines = [f"unknown environment variable {name}{_near(name, VARIABLES)}" for name in unknown]
         raise LaunchError("\n".join([*lines, f"known: {', '.join(VARIABLES)}"]))
+
+
+def former() -> Mapping[str, str]:
+    """The environment, for names that others had before this package: `ParallelLayout.with_former_variables`."""
+    return os.environ
 
 
 def _near(word: str, words: Iterable[str]) -> str:

@@ -16,3 +16,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_dispatch_key_name(self) -> str:
         return "native"  # fused operators then run their forward_native
+
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        return True  # the plugin's backend for KDA takes the snapshots
+
+    def init_backend(self) -> None:
+        from kimi_k3_npu_test_cpu_platform import shims
+
+        shims.install()

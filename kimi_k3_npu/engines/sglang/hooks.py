@@ -1,0 +1,124 @@
+"""What is hooked in SGLang. Every hook does nothing unless `--model-impl kimi_k3_npu` was asked for.
+
+Two hooks are always placed, and the others when the first model of ours is looked up. Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kimi_k3_npu.engines.sglang import IMPL
+from kimi_k3_npu.engines.sglang import symbols as engine
+from kimi_k3_npu.errors import LaunchError
+
+#: An AROUND hook: the function it is around, then that function's arguments.
+Hook = Callable[..., Any]
+
+ARCHITECTURES = ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM")
+
+#: What SGLang calls the formats that our loader reads.
+OUR_FORMATS = (None, "compressed-tensors", "modelslim")
+
+
+def place(hooks: Mapping[str, Hook]) -> None:
+    """Register `hooks` with SGLang, once each. SGLang applies them after its plugins have run."""
+    registry, around = engine.HookRegistry, engine.HookType.AROUND
+    for target, hook in hooks.items():
+        if not any(known is hook for _, known, _ in registry._hooks[target]):
+            registry.register(target, hook, around)
+
+
+def check_live(targets: Iterable[str] = engine.HOOKED) -> None:
+    """Raise LaunchError unless SGLang has applied our hooks: it only logs the ones that it cannot apply."""
+    if missing := [target for target in targets if target not in engine.HookRegistry._patched]:
+        raise LaunchError(
+            f"SGLang {engine.installed()} did not apply the hooks of {IMPL} on {', '.join(missing)}; its log says why. "
+            f"This plugin was tested with SGLang {engine.TESTED}"
+        )
+
+
+def model_config(original: Hook, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Images are not served yet, and SGLang would ask the tokenizer's folder for an image processor."""
+    if _is_ours(kwargs.get("model_impl")) and not kwargs.get("is_draft_model"):
+        if kwargs.get("enable_multimodal"):
+            raise LaunchError(f"--model-impl {IMPL} serves text only; leave out --enable-multimodal")
+        kwargs["enable_multimodal"] = False
+    original(self, *args, **kwargs)
+
+
+def model_architecture(original: Hook, model_config: Any) -> Any:
+    if not asked_for(model_config):
+        return original(model_config)
+    place(WHEN_USED)
+    engine.HookRegistry.apply_hooks()
+    check_live()
+    from kimi_k3_npu.engines.sglang.model import KimiK3ForSGLang
+
+    names = list(getattr(model_config.hf_config, "architectures", None) or [])
+    known = [name for name in names if name in ARCHITECTURES]
+    if not known:
+        raise LaunchError(
+            f"--model-impl {IMPL} serves {' and '.join(ARCHITECTURES)}; config.json of {model_config.model_path} has "
+            f"architectures {names}"
+        )
+    model_config._resolved_model_arch = known[0]
+    model_config._resolved_model_impl = engine.ModelImpl.SGLANG
+    return KimiK3ForSGLang, known[0]
+
+
+def quantization(original: Hook, model_config: Any, load_config: Any) -> Any:
+    """Formats are read by our loader; SGLang's quantisation would only reshape layers that we do not use."""
+    if not asked_for(model_config):
+        return original(model_config, load_config)
+    if model_config.quantization not in OUR_FORMATS:
+        raise LaunchError(
+            f"--quantization {model_config.quantization} is not applied by {IMPL}: it serves a checkpoint in the "
+            "format it is stored in; leave the option out"
+        )
+    return None
+
+
+def attention_backend(original: Hook, runner: Any, full_attention: Any) -> Any:
+    """On a CPU, where SGLang has no kernels for KDA, ours over SGLang's own state pools."""
+    if runner.device != "cpu" or runner.is_draft_worker or not asked_for(runner.model_config):
+        return original(runner, full_attention)
+    from kimi_k3_npu.engines.sglang.kda_backend import TorchKdaBackend
+
+    layers = runner.model_config.hf_text_config.full_attention_layer_ids
+    return engine.HybridLinearAttnBackend(full_attention, TorchKdaBackend(runner), layers)
+
+
+def update_from_disk(original: Hook, self: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any) -> Any:
+    """SGLang would offer our model an iterator that it does not read, and report success."""
+    from kimi_k3_npu.engines.sglang.model import KimiK3ForSGLang
+    from kimi_k3_npu.engines.sglang.reload import reload
+
+    if not isinstance(self.get_model(), KimiK3ForSGLang):
+        return original(self, model_path, load_format, *args, **kwargs)
+    return reload(self, model_path, load_format, *args, **kwargs)
+
+
+def asked_for(model_config: Any) -> bool:
+    """Whether `model_config` is of a target model that is to be ours. A draft model inherits the target's option.
+
+    Raises:
+        LaunchError: The option is ours but for its spelling; SGLang would take it for its own class.
+    """
+    return _is_ours(model_config.model_impl) and not model_config.is_draft_model
+
+
+def _is_ours(model_impl: Any) -> bool:
+    if model_impl == IMPL:
+        return True
+    if isinstance(model_impl, str) and model_impl.lower().replace("-", "_") == IMPL:
+        raise LaunchError(f"--model-impl {model_impl}: the name of this implementation is {IMPL}")
+    return False
+
+
+ALWAYS: dict[str, Hook] = {engine.MODEL_CONFIG: model_config, engine.MODEL_ARCHITECTURE: model_architecture}
+WHEN_USED: dict[str, Hook] = {
+    engine.QUANTIZATION: quantization,
+    engine.ATTENTION_BACKEND: attention_backend,
+    engine.UPDATE_FROM_DISK: update_from_disk,
+}

@@ -1,0 +1,126 @@
+"""What is right and wrong with an installation of SGLang and this plugin, found by trying it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Literal
+
+from kimi_k3_npu import envs
+from kimi_k3_npu.engines.sglang import IMPL, hooks, symbols
+from kimi_k3_npu.errors import LaunchError
+
+#: Packages beside SGLang, and what each is for.
+BESIDE = {
+    "torch": "",
+    "transformers": "",
+    "torch_npu": "needed on Ascend",
+    "sgl_kernel_npu": "needed by SGLang on Ascend, and by its backend for KDA",
+    "deep_ep": "needed by --moe-a2a-backend deepep on Ascend",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`problem` keeps `--model-impl kimi_k3_npu` from working as it should, `note` may."""
+
+    kind: Literal["ok", "note", "problem"]
+    text: str
+
+
+def examine() -> Iterator[Finding]:
+    """Every check, each after those it depends on. Imports SGLang and places the hooks in this process."""
+    yield from _version()
+    if symbols.installed() is None:
+        return
+    yield from _entry_point()
+    yield from _guard()
+    yield from _symbols()
+    yield from _tried("SGLang applies the plugin's hooks", _apply_hooks)
+    yield from _packages()
+    yield from _tried("environment variables are known", envs.check)
+    for name in envs.VARIABLES:
+        if value := envs.text(name):
+            yield Finding("note", f"{name}={value}")
+
+
+def _version() -> Iterator[Finding]:
+    found = symbols.installed()
+    if found is None:
+        yield Finding("problem", f"SGLang is not installed; tested with {symbols.TESTED}")
+    elif found == symbols.TESTED:
+        yield Finding("ok", f"SGLang {found}, the tested version")
+    else:
+        yield Finding("note", f"SGLang {found}; tested with {symbols.TESTED}")
+
+
+def _entry_point() -> Iterator[Finding]:
+    entries = entry_points(group="sglang.srt.plugins", name=IMPL)
+    if not entries:
+        yield Finding("problem", f"no entry point {IMPL} in group sglang.srt.plugins; reinstall kimi-k3-npu")
+    allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
+    if allowed and IMPL not in allowed:
+        yield Finding("problem", f"SGLANG_PLUGINS={','.join(allowed)} leaves the plugin out; add {IMPL}, or unset it")
+    elif entries:
+        yield Finding("ok", f"SGLang loads the plugin {IMPL}")
+
+
+def _guard() -> Iterator[Finding]:
+    if "_kimi_k3_npu_guard" in sys.modules:
+        yield Finding("ok", "a launch that asks for the plugin is refused when SGLang does not run it")
+    else:
+        yield Finding(
+            "note",
+            "the guard is not at work (an editable installation has none): should SGLang not run the plugin, "
+            f"--model-impl {IMPL} runs SGLang's own class",
+        )
+
+
+def _symbols() -> Iterator[Finding]:
+    missing = []
+    for path in symbols.SYMBOLS.values():
+        try:
+            symbols.find(path)
+        except LaunchError as error:
+            missing.append(Finding("problem", str(error)))
+        except Exception as error:
+            missing.append(Finding("problem", f"{path} cannot be imported here: {type(error).__name__}: {error}"))
+    yield from missing or [Finding("ok", f"all {len(symbols.SYMBOLS)} names of SGLang that the plugin uses exist")]
+
+
+def _apply_hooks() -> None:
+    symbols.find("sglang.srt.plugins:load_plugins")()
+    hooks.place({**hooks.ALWAYS, **hooks.WHEN_USED})
+    symbols.HookRegistry.apply_hooks()
+    hooks.check_live()
+
+
+def _packages() -> Iterator[Finding]:
+    versions = {name: found for name in BESIDE if (found := _installed(name))}
+    for name, use in BESIDE.items():
+        if name in versions:
+            yield Finding("ok", f"{name} {versions[name]}")
+        else:
+            yield Finding("note", f"{name} is not installed; {use}")
+    torch, npu = versions.get("torch"), versions.get("torch_npu")
+    if torch and npu and torch.split(".")[:2] != npu.split(".")[:2]:
+        yield Finding("problem", f"torch_npu {npu} is for torch {'.'.join(npu.split('.')[:2])}, found torch {torch}")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _tried(what: str, action: Callable[[], None]) -> Iterator[Finding]:
+    try:
+        action()
+    except Exception as error:
+        yield Finding("problem", f"{type(error).__name__}: {error}")
+    else:
+        yield Finding("ok", what)

@@ -1,0 +1,93 @@
+"""Watches the decode passes of the model for what a captured graph could not replay. Asked for by an environment
+variable that names the file to report to.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+VARIABLE = "TEST_WATCH_DECODE"
+
+#: Operators that hand a tensor's values to Python (also behind `if tensor:`), or whose result's shape depends on them.
+FORBIDDEN = {
+    "aten::_local_scalar_dense",
+    "aten::bincount",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::masked_select",
+    "aten::nonzero",
+    "aten::nonzero_numpy",
+    "aten::repeat_interleave.Tensor",
+    "aten::unique_consecutive",
+    "aten::unique_dim",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::allclose",
+}
+
+
+class Watch(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found, self.count = set(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        name = func._schema.name
+        full = f"{name}.{func._overloadname}" if func._overloadname != "default" else name
+        if name in FORBIDDEN or full in FORBIDDEN:
+            self.found.add(full)
+        elif name in ("aten::index", "aten::index_put", "aten::index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        ):
+            self.found.add(f"{name} with a mask")
+        return func(*args, **(kwargs or {}))
+
+
+def install() -> None:
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return
+    from kimi_k3_npu.engines.sglang.model import KimiK3ForSGLang
+    from kimi_k3_npu.model import moe
+
+    moe.moe_experts = static_experts
+    forward = KimiK3ForSGLang.forward
+    report = {"passes": 0, "operators": 0, "found": []}
+
+    def watched(self, input_ids, positions, forward_batch, *args, **kwargs):
+        if not forward_batch.forward_mode.is_decode():
+            return forward(self, input_ids, positions, forward_batch, *args, **kwargs)
+        # The engine prunes hidden states to rows and samples outside of the graph: only the network is watched.
+        network, watch = self.network, Watch()
+        run = network.run_layers
+
+        def run_layers(*args, **kwargs):
+            with watch:
+                return run(*args, **kwargs)
+
+        network.run_layers = run_layers
+        try:
+            return forward(self, input_ids, positions, forward_batch, *args, **kwargs)
+        finally:
+            del network.run_layers
+            report["passes"] += 1
+            report["operators"] += watch.count
+            report["found"] = sorted({*report["found"], *watch.found})
+            Path(path).write_text(json.dumps(report))
+
+    KimiK3ForSGLang.forward = watched
+
+
+def static_experts(x, weights, ids, w13, w2, first_expert, beta, linear_beta):
+    """The routed experts with static shapes, as the NPU's grouped kernels have them: every expert on every row."""
+    from kimi_k3_npu.ops.situ import gated_activation
+
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for e in range(w13.shape[0]):
+        share = (weights * (ids == first_expert + e)).sum(dim=-1, keepdim=True)
+        total = total + share * (gated_activation(x @ w13[e].t(), beta, linear_beta) @ w2[e].t()).float()
+    return total.to(x.dtype)
