@@ -66,6 +66,18 @@ def check() -> None:
         raise LaunchError("\n".join([*lines, f"known: {', '.join(VARIABLES)}"]))
 
 
+def hccl_buffer_megabytes() -> int:
+    """CANN's HCCL_BUFFSIZE: megabytes of a communicator's buffer; 200 where it is not set.
+
+    Raises:
+        LaunchError: It is not a number.
+    """
+    value = os.environ.get("HCCL_BUFFSIZE") or "200"
+    if not value.isdecimal():
+        raise LaunchError(f"HCCL_BUFFSIZE={value!r} is not a number of megabytes")
+    return int(value)
+
+
 def former() -> Mapping[str, str]:
     """The environment, for names that others had before this package: `ParallelLayout.with_former_variables`."""
     return os.environ

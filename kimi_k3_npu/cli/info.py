@@ -14,19 +14,6 @@ import typer
 if TYPE_CHECKING:
     from kimi_k3_npu.config import KimiK3Config, TextConfig
 
-EMBEDDING, KDA, MLA, NORMS = "embedding", "KDA", "MLA", "norms and mixers"
-EXPERTS, LATENT, VISION, HEAD = "routed experts", "latent projections", "vision", "head"
-
-#: The block of a parameter by where it is: at the top, in a layer, in a layer's feed-forward part.
-_TOP = {"embed_tokens": EMBEDDING, "lm_head": HEAD, "norm": NORMS, "output_attn_res": NORMS} | dict.fromkeys(
-    ("vision_tower", "mm_projector"), VISION
-)
-_LAYER = dict.fromkeys(("input_layernorm", "post_attention_layernorm", "self_attention_res", "mlp_res"), NORMS)
-_MLP = {"dense": "dense MLP", "experts": EXPERTS, "shared_experts": "shared experts", "gate": "router"} | dict.fromkeys(
-    ("routed_expert_down_proj", "routed_expert_up_proj", "routed_expert_norm"), LATENT
-)
-BLOCKS = tuple(dict.fromkeys([EMBEDDING, KDA, MLA, *_MLP.values(), NORMS, VISION, HEAD]))
-
 
 @dataclass(frozen=True)
 class Stored:
@@ -73,34 +60,27 @@ def info(
 
 
 def parameter_counts(config: KimiK3Config) -> dict[str, int]:
-    """Parameters of each of BLOCKS, counted on the real modules without memory for them."""
+    """Parameters of each block of the plan, counted on the real modules without memory for them."""
     import torch
 
     from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
+    from kimi_k3_npu.plan.weights import BLOCKS, block_of
 
     with torch.device("meta"):
         model = KimiK3ForCausalLM(config, packed_experts=False)
-    counts = dict.fromkeys(BLOCKS, 0)
+    counts: dict[str, int] = dict.fromkeys(BLOCKS, 0)
     for name, parameter in model.named_parameters():
-        counts[_block(name, config.text)] += parameter.numel()
+        counts[block_of(name, config.text)] += parameter.numel()
     return counts
 
 
 def active_parameters(counts: dict[str, int], text: TextConfig) -> int:
     """Parameters that one token of text is multiplied with: of the experts its own, of the embedding none."""
-    idle = {VISION, EXPERTS} if text.tie_word_embeddings else {VISION, EXPERTS, EMBEDDING}
+    idle = {"vision", "routed experts"} | (set() if text.tie_word_embeddings else {"embedding"})
     active = sum(count for block, count in counts.items() if block not in idle)
-    return active + (counts[EXPERTS] * text.num_experts_per_token // text.num_experts if text.num_experts else 0)
-
-
-def _block(parameter: str, text: TextConfig) -> str:
-    top, *inside = parameter.split(".")
-    if top != "layers":
-        return _TOP[top]
-    layer, part, *inside = inside
-    if part == "self_attn":
-        return KDA if text.layer_kinds[int(layer)] == "kda" else MLA
-    return _MLP[inside[0]] if part == "mlp" else _LAYER[part]
+    return active + (
+        counts["routed experts"] * text.num_experts_per_token // text.num_experts if text.num_experts else 0
+    )
 
 
 def _stored(folder: Path, config: KimiK3Config) -> Stored | None:

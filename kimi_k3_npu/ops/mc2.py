@@ -7,7 +7,6 @@ carries nothing else, with a buffer (HCCL_BUFFSIZE) that holds what every rank m
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kimi_k3_npu.errors import LaunchError
+from kimi_k3_npu import envs
 from kimi_k3_npu.ops.device import Device, Soc, current
 from kimi_k3_npu.ops.limits import HALVES, wrong_dtype
 
@@ -124,11 +123,8 @@ def _align(size: int, to: int) -> int:
 
 
 def communicator_buffer() -> int:
-    """Bytes of a communicator's buffer: CANN's variable HCCL_BUFFSIZE, in MB, which must be the same on all ranks."""
-    text = os.environ.get("HCCL_BUFFSIZE") or "200"
-    if not text.isdecimal():
-        raise LaunchError(f"HCCL_BUFFSIZE={text!r} is not a number of megabytes")
-    return int(text) * MEGABYTE
+    """Bytes of a communicator's buffer: CANN's variable HCCL_BUFFSIZE, which must be the same on all ranks."""
+    return envs.hccl_buffer_megabytes() * MEGABYTE
 
 
 def communicator_name(process_group: dist.ProcessGroup) -> str:
