@@ -95,7 +95,12 @@ class ModelCache:
         return self.windows[i], self.states[i]
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Let slot i continue as a copy of what slot order[i] holds now (beam search)."""
+        """Let slot i continue as a copy of what slot order[i] holds now (beam search). All slots must be taken."""
+        if self._free or len(order) != self.num_slots:
+            taken = self.num_slots - len(self._free)
+            raise ValueError(
+                f"an order of {len(order)} for {self.num_slots} slots, {taken} taken; all must be, and named"
+            )
         index = torch.tensor(order, device=self.device)
         for pool in (self.latent, self.rope, self.windows, self.states):
             pool.copy_(pool.index_select(1, index))

@@ -1,0 +1,57 @@
+"""Every command in the README works as written. `make demo`, `make test` and `pip install .` are run by `.ci/run`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kimi_k3_npu.tiny import write_tiny
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line.partition("   #")[0].strip()
+    for block in re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
+    for line in block.splitlines()
+    if line.strip()
+]
+OURS = [command for command in COMMANDS if command.startswith("kimi-k3-npu ")]
+ELSEWHERE = {"make demo", "make test", "pip install ."}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder in which `build/tiny` is what `make demo` makes."""
+    folder = tmp_path_factory.mktemp("readme")
+    write_tiny(folder / "build" / "tiny")
+    return folder
+
+
+def test_no_command_is_left_out() -> None:
+    assert set(COMMANDS) - set(OURS) == ELSEWHERE
+    assert len(OURS) >= 8
+
+
+@pytest.mark.parametrize("command", OURS)
+def test_command(command: str, folder: Path) -> None:
+    words = [sys.executable, "-m", "kimi_k3_npu", *shlex.split(command)[1:]]
+    done = subprocess.run(words, cwd=folder, env=_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_python_example(folder: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    check = "\nassert [list(x.shape) for x in logits] == [[2, 272], [3, 272]]"
+    done = subprocess.run([sys.executable, "-c", example + check], cwd=folder, env=_environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)}
