@@ -22,9 +22,6 @@ from kimi_k3_npu.ops.limits import takes_anything
 from kimi_k3_npu.ops.registry import define, npu_kernel, reference
 from kimi_k3_npu.ops.select import Candidate, Choice, choose
 
-#: Rows of a chunk's triangular system that are solved directly; a divisor of CHUNK.
-SOLVED_AT_ONCE = 16
-
 
 @define("short_conv(Tensor x, Tensor weight, Tensor window, SymInt[] seq_lens) -> (Tensor, Tensor)")
 def short_conv(x: Tensor, weight: Tensor, window: Tensor, seq_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -133,21 +130,9 @@ def kda_chunk(
 
 
 def _solve(lower: Tensor, right: Tensor) -> Tensor:
-    """x of (I + tril(lower, -1)) x = right; lower [..., C, C], right and x [..., C, n].
-
-    Forward substitution by blocks of SOLVED_AT_ONCE rows: LAPACK inverts the small blocks on the diagonal, matrix
-    products do the rest, which is most of the work.
-    """
-    blocks = _diagonal_blocks(lower, SOLVED_AT_ONCE)
-    one = torch.eye(SOLVED_AT_ONCE, dtype=lower.dtype, device=lower.device).expand_as(blocks)
+    """x of (I + tril(lower, -1)) x = right; lower [..., C, C], right and x [..., C, n]."""
     # with unitriangular=True the diagonal is taken as 1 and nothing above it is read
-    inverses = torch.linalg.solve_triangular(blocks, one, upper=False, unitriangular=True)
-    solved = inverses[..., 0, :, :] @ right[..., :SOLVED_AT_ONCE, :]
-    for i in range(1, lower.shape[-1] // SOLVED_AT_ONCE):
-        rows = slice(i * SOLVED_AT_ONCE, (i + 1) * SOLVED_AT_ONCE)
-        rest = right[..., rows, :] - lower[..., rows, : rows.start] @ solved
-        solved = torch.cat([solved, inverses[..., i, :, :] @ rest], dim=-2)
-    return solved
+    return torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
 
 
 def _chunked(
