@@ -29,7 +29,8 @@ VARIABLES: dict[str, str] = {
         "the default on NPUs) or own (an all-to-all over SGLang's expert-parallel group, the default elsewhere)."
     ),
     SGLANG_EXPERT_WEIGHTS: (
-        "How MXFP4 experts stay in memory under SGLang: packed, bf16 (expanded once), or auto (as stored, the default)."
+        "How experts stay in memory under SGLang: auto (as they are stored, the default), packed (the same, and an "
+        "error for plain ones), bf16 (expanded once), or int4x2 (MXFP4 as pairs of int4)."
     ),
 }
 

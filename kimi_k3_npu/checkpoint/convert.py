@@ -83,9 +83,12 @@ def convert(
 
     stem = "quant_model_weights" if to == "w4a8" else "model"
     shards = plan_shards(checkpoint, plan.assignments, FORMS[to], stem)
+    index = out / f"{stem}.safetensors.index.json"
     if _begin(out, _identity(checkpoint, to)):
-        _write_shards(checkpoint, shards, out, jobs, device, progress or (lambda done, total: None))
-        _finish(checkpoint, shards, out, to, stem)
+        if not index.is_file():
+            _write_shards(checkpoint, shards, out, jobs, device, progress or (lambda done, total: None))
+            _write_the_rest(checkpoint, shards, out, to, index)
+        _clean_up(out / WORK)
     return ErrorReport.from_json(json.loads((out / REPORT).read_text(encoding="utf-8"))["blocks"])
 
 
@@ -164,8 +167,8 @@ class _Stopped(Exception):
     """Another shard has failed, or the user has had enough."""
 
 
-def _finish(checkpoint: Checkpoint, shards: Sequence[Shard], out: Path, to: ConvertTo, stem: str) -> None:
-    """Write what is beside the shards: the index last, for which the rest is looked for."""
+def _write_the_rest(checkpoint: Checkpoint, shards: Sequence[Shard], out: Path, to: ConvertTo, index: Path) -> None:
+    """Write what is beside the shards. The index comes last: once it is there, so is everything."""
     source, report = checkpoint.folder, ErrorReport()
     for shard in shards:
         report.merge(ErrorReport.from_json(json.loads((out / WORK / f"{shard.name}.json").read_text(encoding="utf-8"))))
@@ -186,14 +189,16 @@ def _finish(checkpoint: Checkpoint, shards: Sequence[Shard], out: Path, to: Conv
         head = {"model_quant_type": W4A8.name, "version": "1.0.0", "group_size": 0}
         _write_json(out / DESCRIPTION, head | types)
     _write_json(out / REPORT, {"source": source.resolve().name, "to": to, "blocks": report.to_json()})
-    index = {
-        "metadata": {"total_size": sum(spec.nbytes for shard in shards for spec in shard.tensors)},
-        "weight_map": {spec.name: shard.name for shard in shards for spec in shard.tensors},
-    }
-    _write_json(out / f"{stem}.safetensors.index.json", index)
-    for left in sorted((out / WORK).iterdir(), key=lambda file: file.name == _JOB):
+    total = sum(spec.nbytes for shard in shards for spec in shard.tensors)
+    weight_map = {spec.name: shard.name for shard in shards for spec in shard.tensors}
+    _write_json(index, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _clean_up(work: Path) -> None:
+    """Remove the folder `work`, of its files last the one by which an unfinished conversion is known."""
+    for left in sorted(work.iterdir(), key=lambda file: file.name == _JOB):
         left.unlink()
-    (out / WORK).rmdir()
+    work.rmdir()
 
 
 def _config(raw: dict[str, Any], to: ConvertTo) -> dict[str, Any]:

@@ -125,6 +125,8 @@ def _conversion(checkpoint: Checkpoint, sources: Sequence[Assignment], experts: 
         specs = {suffix: TensorSpec(entry.name, entry.shape, entry.dtype) for suffix, entry in copies.items()}
         return Conversion(tuple(sources), form, specs)
     stem, matrix = sources[0].name.removesuffix(target.part.suffix), sources[0].record.shape
+    if not all(part.shapes(matrix) for part in form.parts):
+        raise CheckpointError(f"{sources[0].name}: a weight {list(matrix)} cannot be stored as {form.name}")
     segments = segments_of(target.weight, matrix[1])
     specs = {}
     for part in form.parts:

@@ -151,8 +151,10 @@ def _w4a8_values(tensors: Tensors, dtype: torch.dtype) -> Tensor:
 
 
 def _w4a8_kept(tensors: Tensors) -> Tensors:
-    codes, scale = tensors[".weight"], tensors[".weight_scale"].float()
-    return {"": codes, "_scale": scale, "_bias": w4a8_bias(codes, scale)}
+    codes, scale, bias = tensors[".weight"], tensors[".weight_scale"].float(), tensors[".scale_bias"].float()
+    # A rank whose inputs are no whole segments has read none, and works its own sum out.
+    own = bias.sum(1, keepdim=True) if bias.numel() else w4a8_bias(codes, scale)
+    return {"": codes, "_scale": scale, "_bias": own}
 
 
 def _modelslim_fault(tensors: Tensors) -> str | None:

@@ -72,7 +72,7 @@ def load_model(
     config = KimiK3Config.from_pretrained(path)
     checkpoint = Checkpoint.open(path)
     storage = read_storage(checkpoint, config, quantization)
-    dtype = dtype or _config_dtype(config)
+    dtype = dtype or config_dtype(config)
     if storage.experts in (MXFP4, INT4X2) and dtype == torch.float16:
         name = storage.experts.name
         raise CheckpointError(f"{path}: {name} experts do not expand to float16; use dtype bfloat16 or float32")
@@ -114,11 +114,6 @@ def empty_model(
 
 def has_vision_weights(checkpoint: Checkpoint) -> bool:
     return any(name.startswith(VISION_PREFIXES) and normalise(name) != ROTATION for name in checkpoint.entries)
-
-
-def name_map(packed_on_disk: bool, packed_in_memory: bool) -> Storage:
-    """Former way to say how experts are stored; how they are kept is now the model's `experts`."""
-    return Storage("mxfp4", MXFP4) if packed_on_disk else Storage("plain")
 
 
 def load_weights(
@@ -212,7 +207,8 @@ class _Store:
         return place.view(shape)
 
 
-def _config_dtype(config: KimiK3Config) -> torch.dtype:
+def config_dtype(config: KimiK3Config) -> torch.dtype:
+    """The dtype that the weights were published in. Raises CheckpointError for one that cannot be loaded."""
     if config.dtype not in DTYPES:
         raise CheckpointError(f"config.json: dtype is {config.dtype!r}; supported: {', '.join(DTYPES)}")
     return DTYPES[config.dtype]

@@ -38,14 +38,14 @@ class TensorPattern:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A published checkpoint: its tensors, their total size, and over how many shard files they are spread."""
+    """A published checkpoint: its tensors, their total size, and the number of its shard files, if that is known."""
 
     name: str
     source: str
     notes: tuple[str, ...]
     total_tensors: int
     total_bytes: int
-    shards: int
+    shards: int | None
     patterns: tuple[TensorPattern, ...]
 
 

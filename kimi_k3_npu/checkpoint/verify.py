@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kimi_k3_npu.checkpoint.checksums import Checksums
-from kimi_k3_npu.checkpoint.load import Progress, empty_model, file_notes
+from kimi_k3_npu.checkpoint.load import Progress, config_dtype, empty_model, file_notes
 from kimi_k3_npu.checkpoint.manifest import Extent, Manifest, expand, load_manifest
 from kimi_k3_npu.checkpoint.plan import LoadPlan, plan_loading
 from kimi_k3_npu.checkpoint.reader import Checkpoint, ReadRequest
@@ -74,8 +74,9 @@ def examine(folder: Path) -> Examination:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found.config = KimiK3Config.from_pretrained(folder)
+            config_dtype(found.config)
         found.notes += [Fault("config", "config.json", str(w.message).removeprefix("config.json: ")) for w in caught]
-    except ConfigError as error:
+    except (CheckpointError, ConfigError) as error:
         found.faults.append(Fault("config", "config.json", str(error).removeprefix("config.json: ")))
     try:
         found.checkpoint = Checkpoint.open(folder)

@@ -67,7 +67,7 @@ def parameter_counts(config: KimiK3Config) -> dict[str, int]:
     from kimi_k3_npu.plan.weights import BLOCKS, block_of
 
     with torch.device("meta"):
-        model = KimiK3ForCausalLM(config, packed_experts=False)
+        model = KimiK3ForCausalLM(config)
     counts: dict[str, int] = dict.fromkeys(BLOCKS, 0)
     for name, parameter in model.named_parameters():
         counts[block_of(name, config.text)] += parameter.numel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -56,6 +57,9 @@ def plan(
     ] = 0.85,
     slots: Annotated[int, typer.Option(min=1, help="State slots of a request, without a recipe.")] = 1,
     buffer_mb: Annotated[int, typer.Option(min=1, help="HCCL_BUFFSIZE, without a recipe.")] = 200,
+    model_impl: Annotated[
+        Literal["kimi_k3_npu", "auto"], typer.Option(help="Whose model, without a recipe; auto is the engine's own.")
+    ] = "kimi_k3_npu",
     cann: Annotated[str, typer.Option(help="CANN version, without a recipe.")] = "9.0.0",
     memory_gib: Annotated[
         float | None, typer.Option(help="Memory of a die.", show_default="the recipe's, or 64; a5: 128")
@@ -101,6 +105,7 @@ def plan(
     else:
         one = _bare(soc, nodes or 1, form, cann, memory_gib)
         wanted = _wanted(context or 1 << 17, concurrency or 16, chunk or 2048, memory_fraction, slots, buffer_mb)
+        wanted = replace(wanted, own_model=model_impl == "kimi_k3_npu")
         if search:
             _search(one, wanted, concurrency or 16, model, reserved, find_chip(soc, chip, figures), as_json)
             return
@@ -178,6 +183,7 @@ def _passes(subject: Subject, die: Chip | None) -> Iterator[tuple[Pass, Bound | 
             decode=decode,
             context=max(of.rows, min(of.context, room)),
             stage=stage,
+            own_model=of.own_model,
         ):
             yield done, None if die is None else bound(die, done)
 
@@ -247,8 +253,6 @@ def _load(name: str) -> Recipe:
 
 
 def _with_sizes(one: Recipe, memory_gib: float | None) -> Recipe:
-    from dataclasses import replace
-
     return one if memory_gib is None else replace(one, hardware=replace(one.hardware, memory_gib_per_die=memory_gib))
 
 
@@ -264,8 +268,7 @@ def _recipe_sizes(one: Recipe, context: int | None, concurrency: int | None, chu
     found: dict[str, Any] = {
         "--context-length" if sglang else "--max-model-len": context,
         "--max-running-requests" if sglang else "--max-num-seqs": concurrency and -(-concurrency // dp),
-        "--chunked-prefill-size" if sglang else "--max-num-batched-tokens": chunk
-        and chunk * (_dp(one) if sglang else 1),
+        "--chunked-prefill-size" if sglang else "--max-num-batched-tokens": chunk,
     }
     return {flag: str(value) for flag, value in found.items() if value is not None}
 
@@ -344,8 +347,6 @@ def _of_layout(
     reserved: int,
     draft: int,
 ) -> list[Subject]:
-    from dataclasses import replace
-
     from kimi_k3_npu.parallel.layout import ParallelLayout
     from kimi_k3_npu.plan.checks import Subject
     from kimi_k3_npu.plan.kernels import published_config

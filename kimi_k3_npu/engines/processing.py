@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 from PIL import Image
-from transformers import AddedToken, BatchFeature, PreTrainedTokenizer, ProcessorMixin
+from transformers import AddedToken, AutoProcessor, BatchFeature, PreTrainedTokenizer, ProcessorMixin
 from transformers.image_processing_utils import BaseImageProcessor
+from transformers.models.auto.tokenization_auto import REGISTERED_TOKENIZER_CLASSES
 from transformers.tokenization_utils_base import BatchEncoding
 
 from kimi_k3_npu.chat.prompt import MEDIA_PAD, Prompt, chat_prompt, images_of, text_prompt
@@ -258,6 +259,16 @@ class KimiK3Processor(ProcessorMixin):
             patches = [_patches(batch) for batch in batches]
             data |= {key: torch.cat([part[key] for part in patches]) for key in patches[0]}
         return BatchFeature(data, tensor_type=return_tensors)
+
+
+def register_auto_classes(config_class: type) -> None:
+    """Let AutoProcessor and AutoTokenizer find these classes: for this kind of configuration, and by their names.
+
+    The tokenizer by its name alone: were it tied to the configuration class too, AutoTokenizer would take the published
+    folder, whose class is a file in it, for one that transformers has itself.
+    """
+    AutoProcessor.register(config_class, KimiK3Processor, exist_ok=True)
+    REGISTERED_TOKENIZER_CLASSES["KimiK3Tokenizer"] = KimiK3Tokenizer
 
 
 def render_options(

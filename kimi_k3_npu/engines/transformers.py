@@ -18,18 +18,16 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoProcessor,
     GenerationConfig,
     GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.auto.tokenization_auto import REGISTERED_TOKENIZER_CLASSES
 
 from kimi_k3_npu.checkpoint.load import ExpertWeights, Progress, load_model
 from kimi_k3_npu.config import KimiK3Config, read_config_file
-from kimi_k3_npu.engines.processing import KimiK3Processor, KimiK3Tokenizer
+from kimi_k3_npu.engines.processing import register_auto_classes
 from kimi_k3_npu.model.attention import CachedAttention
 from kimi_k3_npu.model.cache import ModelCache
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
@@ -260,7 +258,4 @@ def _config_of(path: Path, config: KimiK3Config) -> KimiK3PreTrainedConfig:
 AutoConfig.register("kimi_k3", KimiK3PreTrainedConfig, exist_ok=True)
 AutoModelForCausalLM.register(KimiK3PreTrainedConfig, KimiK3ForGeneration, exist_ok=True)
 AutoModelForImageTextToText.register(KimiK3PreTrainedConfig, KimiK3ForGeneration, exist_ok=True)
-AutoProcessor.register(KimiK3PreTrainedConfig, KimiK3Processor, exist_ok=True)
-# By the name alone: were it tied to the configuration class too, AutoTokenizer would take the published folder, whose
-# class is a file in it, for one that transformers has itself.
-REGISTERED_TOKENIZER_CLASSES["KimiK3Tokenizer"] = KimiK3Tokenizer
+register_auto_classes(KimiK3PreTrainedConfig)

@@ -36,12 +36,10 @@ class KimiK3ForCausalLM(nn.Module):
         *,
         dtype: torch.dtype = torch.bfloat16,
         experts: ExpertForm = "plain",
-        packed_experts: bool = False,  # former name of experts="mxfp4"
         vision: bool = True,
         rotated_vision: bool = False,
     ) -> None:
         super().__init__()
-        experts = "mxfp4" if packed_experts else experts
         mesh, text = mesh or Mesh(), config.text
         self.config, self.mesh, self.dtype, self.experts = config, mesh, dtype, experts
         self.is_first, self.is_last = mesh.stage == 0, mesh.stage == mesh.layout.pp - 1

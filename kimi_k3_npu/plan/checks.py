@@ -449,12 +449,8 @@ def _alone(of: Memory) -> int:
 
 
 def _shortage(of: Memory) -> str:
-    parts = [
-        f"weights {of.weight_bytes / 1e9:.1f}",
-        f"buffers {of.buffers / 1e9:.1f}",
-        f"activations {of.activations / 1e9:.1f}",
-        f"pools {of.pools / 1e9:.1f}",
-    ]
+    sizes = {"weights": of.weight_bytes, "buffers": of.buffers, "activations": of.activations, "pools": of.pools}
+    parts = [f"{name} {size / 1e9:.1f}" for name, size in sizes.items() if size]
     return f"{of.short / 1e9:.1f} GB a die do not fit ({', '.join(parts)} of {of.total / 1e9:.1f} GB)"
 
 

@@ -18,16 +18,19 @@ from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.model.attention import CachedAttention
 from kimi_k3_npu.model.cache import ModelCache
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM, empty_bank
+from kimi_k3_npu.model.experts import Experts
 from kimi_k3_npu.model.moe import DispatchedMoE
 from kimi_k3_npu.ops.mc2 import ExpertsFunction
 from kimi_k3_npu.parallel.groups import Group
 from kimi_k3_npu.parallel.layout import AxisName, ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
-from kimi_k3_npu.plan.formats import Held, held_parameters
+from kimi_k3_npu.plan.formats import EXPERT_FORMS, held_parameters
 from kimi_k3_npu.plan.meter import Account, Accounted, Count, Meter
 from kimi_k3_npu.recipes.schema import CheckpointFormat
 
 PassName = Literal["prefill", "decode"]
+#: Operators of experts in a format of their own.
+_QUANTISED = ("mxfp4", "w4a8", "int4_group")
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,16 @@ class Rank:
     form: CheckpointFormat
     rank: int = 0
     vision: bool = True
+    #: Whether this package's model runs, or the engine's own, which may keep other weights quantised.
+    own_model: bool = True
     log: list[Collective] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.mesh = _recording_mesh(self.layout, self.rank, self.log)
         with torch.device("meta"):
-            self.model = KimiK3ForCausalLM(self.config, self.mesh, packed_experts=False, vision=self.vision)
-        self.held = held_parameters(self.model, self.form)
+            experts = EXPERT_FORMS[self.form]
+            self.model = KimiK3ForCausalLM(self.config, self.mesh, experts=experts, vision=self.vision)
+        self.held = held_parameters(self.model, self.form, own_model=self.own_model)
         for module in self.model.modules():
             if isinstance(module, DispatchedMoE):
                 module.dispatch = EvenDispatch(self.mesh.ep, self.config.text.num_experts, self.log)
@@ -219,10 +225,10 @@ class Rank:
 
     def _accounts(self) -> dict[str, Account]:
         text = self.config.text
-        experts = next((held for path, held in self.held.items() if ".experts.w13" in path), Held(0))
-        second = next((held for path, held in self.held.items() if ".experts.w2" in path), Held(0))
         held = max(1, text.num_experts // self.layout.ep)
-        each = (experts.total + second.total) // held
+        visited = next((module for module in self.model.modules() if isinstance(module, Experts)), None)
+        names = [] if visited is None else [name for name, module in self.model.named_modules() if module is visited]
+        each = sum(size.total for path, size in self.held.items() if path.rpartition(".")[0] in names) // held
         inner = text.moe_intermediate_size // self.layout.moe_tp if text.num_experts else 0
 
         def visit(x: Tensor, weights: Tensor, ids: Tensor, *_: Any) -> Accounted:
@@ -234,7 +240,7 @@ class Rank:
             rows = pairs * (2 * width + 3 * inner) * x.element_size()
             return Accounted(torch.empty_like(x), 2 * pairs * 3 * inner * width, read + rows, read)
 
-        return {"moe_experts": visit}
+        return dict.fromkeys(("moe_experts", *(f"moe_experts_{form}" for form in _QUANTISED)), visit)
 
 
 def hit_experts(pairs: int, experts: int) -> float:
@@ -328,12 +334,13 @@ def dry_run(
     decode: tuple[int, int],
     context: int,
     stage: int = 0,
+    own_model: bool = True,
 ) -> tuple[Pass, ...]:
     """The passes of a rank of `stage`: one new sequence of `prefill` tokens (0: none), and a decode step of
     decode = (requests, rows of each) with `context` tokens a request. Raises LayoutError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rank = Rank(config, layout, form, stage * layout.tp)
+        rank = Rank(config, layout, form, stage * layout.tp, own_model=own_model)
     passes = []
     if prefill:
         passes.append(rank.run("prefill", 1, prefill, prefill))

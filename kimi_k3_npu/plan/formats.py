@@ -1,31 +1,23 @@
-"""How many bytes each weight takes on a rank in each published format, from the shard records of the real modules.
+"""How many bytes each weight takes on a rank in each published format.
 
-The modules are built with plain weights. A format says of some of them how their elements are stored, and what comes
-with each output row or each group of inputs; everything else keeps its parameter's size.
+Routed experts are counted on the modules that hold the format. Linear layers that a W4A8 checkpoint stores in int8
+(W8A8) are counted as an engine's own model keeps them, from the shard records; this package's model keeps them in the
+dtype of the other weights, as its modules show.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from kimi_k3_npu.config import MXFP4_GROUP, TextConfig
+from kimi_k3_npu.config import TextConfig
+from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.parallel.shard import Piece, layers
 from kimi_k3_npu.plan.weights import Block, block_of
 from kimi_k3_npu.recipes.schema import CheckpointFormat
-
-
-@dataclass(frozen=True)
-class Storage:
-    """Bits of an element; bytes beside the elements for each output row, and for each group of inputs of one."""
-
-    bits: int
-    row_bytes: int = 0
-    group_bytes: int = 0
-    group: int = 1
 
 
 @dataclass(frozen=True)
@@ -43,43 +35,49 @@ class Held:
         return Held(self.elements + other.elements, self.scales + other.scales)
 
 
-#: Scale fp32 of each output row.
-W8A8 = Storage(8, row_bytes=4)
-#: Scale as 64 bits and correction fp32 of each output row, as the grouped matmul reads them.
-W4A8 = Storage(4, row_bytes=12)
-MXFP4 = Storage(4, group_bytes=1, group=MXFP4_GROUP)
-#: Two int4 for each element under one bf16 scale.
-INT4X2 = Storage(8, group_bytes=2, group=MXFP4_GROUP)
-
-_EXPERTS = r"mlp\.experts\.w(13|2)"
-_SHARED_AND_LATENT = r"mlp\.(shared_experts\..*|routed_expert_(down|up)_proj\.weight)"
-_ATTENTION = r"self_attn\.(in_proj\.weight:(q_proj|k_proj|v_proj|q_a_proj|kv_a_proj_with_mqa)|q_b_proj\.weight)"
-
-#: Pattern of "module.parameter" within a layer, with ":piece" where only some pieces are meant -> how it is stored.
-FORMATS: dict[CheckpointFormat, Mapping[str, Storage]] = {
-    "bf16": {},
-    "mxfp4": {_EXPERTS: MXFP4},
-    "int4x2": {_EXPERTS: INT4X2},
-    "w4a8": {_EXPERTS: W4A8, _SHARED_AND_LATENT: W8A8},
-    "w4a8-attn8": {_EXPERTS: W4A8, _SHARED_AND_LATENT: W8A8, _ATTENTION: W8A8, r"mlp\.dense\..*": W8A8},
+#: The form in which a format's routed experts are kept.
+EXPERT_FORMS: dict[CheckpointFormat, ExpertForm] = {
+    "bf16": "plain",
+    "mxfp4": "mxfp4",
+    "int4x2": "int4x2",
+    "w4a8": "w4a8",
+    "w4a8-attn8": "w4a8",
 }
 
+_SHARED_AND_LATENT = r"mlp\.(shared_experts\..*|routed_expert_(down|up)_proj\.weight)"
+_ATTENTION = r"self_attn\.(in_proj\.weight:(q_proj|k_proj|v_proj|q_a_proj|kv_a_proj_with_mqa)|q_b_proj\.weight)"
+#: Linear layers that a format stores in int8: "module.parameter" within a layer, ":piece" where only some pieces are.
+INT8_LINEARS: dict[CheckpointFormat, Sequence[str]] = {
+    "w4a8": (_SHARED_AND_LATENT,),
+    "w4a8-attn8": (_SHARED_AND_LATENT, _ATTENTION, r"mlp\.dense\..*"),
+}
+#: Of an int8 matrix: the fp32 scale of each output row.
+SCALE_BYTES = 4
 
-def held_parameters(model: nn.Module, form: CheckpointFormat) -> dict[str, Held]:
-    """The bytes of every parameter and buffer of `model` (built with plain experts) on its rank, by dotted path."""
-    rules = [(re.compile(pattern), storage) for pattern, storage in FORMATS[form].items()]
+_IS_SCALE = re.compile(r"mlp\.experts\.w(13|2)_(scale|bias)")
+
+
+def held_parameters(model: nn.Module, form: CheckpointFormat, *, own_model: bool) -> dict[str, Held]:
+    """The bytes of every parameter and buffer of `model` on its rank, by dotted path.
+
+    Args:
+        model: Built with the EXPERT_FORMS of `form`.
+        own_model: Whether it is this package's model that runs, and not the engine's.
+    """
+    rules = [] if own_model else [re.compile(pattern) for pattern in INT8_LINEARS.get(form, ())]
     held = {path: Held(buffer.numel() * buffer.element_size()) for path, buffer in model.named_buffers()}
     for path, layer in layers(model):
         for name, parameter in layer.named_parameters(recurse=False):
-            full = f"{path}.{name}"
-            total = Held(parameter.numel() * parameter.element_size())
-            inside = full.partition(".")[2].partition(".")[2] if full.startswith("layers.") else ""
-            whole = _storage(rules, inside)
-            for piece_name, piece in layer.pieces(name).items():
-                if storage := whole or _storage(rules, f"{inside}:{piece_name}"):
-                    total += _stored(piece, storage) + Held(-piece.numel * parameter.element_size())
-                elif inside.startswith("mlp.experts."):
-                    break  # thousands of pieces, all alike
+            full, size = f"{path}.{name}", parameter.element_size()
+            inside = full.split(".", 2)[2] if full.startswith("layers.") else ""
+            if _IS_SCALE.fullmatch(inside):
+                held[full] = Held(0, parameter.numel() * size)
+                continue
+            total = Held(parameter.numel() * size)
+            if not inside.startswith("mlp.experts."):
+                for piece in _in_int8(rules, inside, layer.pieces(name)):
+                    rows, inputs = _kept(piece)
+                    total += Held(rows * inputs * (1 - size), rows * SCALE_BYTES)
             held[full] = total
     return held
 
@@ -93,14 +91,10 @@ def held_blocks(held: Mapping[str, Held], text: TextConfig) -> dict[Block, Held]
     return blocks
 
 
-def _storage(rules: list[tuple[re.Pattern[str], Storage]], inside: str) -> Storage | None:
-    return next((storage for pattern, storage in rules if pattern.fullmatch(inside)), None)
-
-
-def _stored(piece: Piece, storage: Storage) -> Held:
-    rows, inputs = _kept(piece)
-    groups = -(-inputs // storage.group) if storage.group_bytes else 0
-    return Held(rows * inputs * storage.bits // 8, rows * (storage.row_bytes + groups * storage.group_bytes))
+def _in_int8(rules: list[re.Pattern[str]], inside: str, pieces: Mapping[str, Piece]) -> Iterator[Piece]:
+    for name, piece in pieces.items():
+        if any(rule.fullmatch(inside) or rule.fullmatch(f"{inside}:{name}") for rule in rules):
+            yield piece
 
 
 def _kept(piece: Piece) -> Iterator[int]:

@@ -39,7 +39,7 @@ class Memory:
         kv_per_token: Cache rows of one token of one request, in this rank's layers.
         state_per_slot: KDA states and windows of one slot, in this rank's layers.
         buffers: HCCL's, of every communicator that the layout makes.
-        activations: Of the largest pass.
+        activations: Of the largest pass; 0, as the buffers are, where not even the weights fit.
         pools: What the engine leaves for cache rows and states.
         outside: What the engine leaves for everything else, where it tells the two apart; None where it does not.
     """
@@ -114,17 +114,19 @@ def memory(
     """
     layout = serving.layout
     layout.check(config.text, expert_group=32 if form in ("mxfp4", "int4x2") else 1)
-    rank = Rank(config, layout, form, stage * layout.tp, serving.vision)
+    rank = Rank(config, layout, form, stage * layout.tp, serving.vision, serving.own_model)
     found = held_blocks(rank.held, config.text)
     blocks = {block: found[block] for block in BLOCKS if block in found}
     if extra_weights:
         blocks["draft"] = Held(extra_weights)  # type: ignore[index]
     kv, state = cache_bytes(config, rank.mesh)
-    need = need or pass_need(rank, max(serving.chunk, serving.requests * serving.rows), device)
-    communicators = len(need.groups) + (layout.moe_dispatch == "mc2")  # MC2's carries nothing else
-    buffers = communicators * BUFFERS_OF_A_COMMUNICATOR * serving.buffer_mb * MEGABYTE
     weights = sum(held.total for held in blocks.values())
     static = int(total * serving.memory_fraction)
+    if need is None:  # which takes longer than all else, and is of no use where not even the weights fit
+        largest = max(serving.chunk, serving.requests * serving.rows)
+        need = pass_need(rank, largest, device) if weights < static else Need(0, frozenset())
+    communicators = len(need.groups) + (layout.moe_dispatch == "mc2")  # MC2's carries nothing else
+    buffers = communicators * BUFFERS_OF_A_COMMUNICATOR * serving.buffer_mb * MEGABYTE
     inside = buffers + need.activations if serving.fraction_covers_all else 0
     return Memory(
         stage=stage,

@@ -116,7 +116,7 @@ def decode_bound(config: KimiK3Config, of: Serving, form: CheckpointFormat, chip
     for stage in range(of.layout.pp):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            rank = Rank(config, of.layout, form, stage * of.layout.tp, vision=False)
+            rank = Rank(config, of.layout, form, stage * of.layout.tp, vision=False, own_model=of.own_model)
         stages.append(bound(chip, rank.sample("decode", of.requests, of.rows, of.context)))
     return Bound(
         memory=sum(one.memory for one in stages),

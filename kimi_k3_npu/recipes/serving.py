@@ -44,6 +44,8 @@ class Serving:
     buffer_mb: int
     #: Whether the vision tower is loaded.
     vision: bool = True
+    #: Whether this package's model runs, and not the engine's own.
+    own_model: bool = True
 
 
 def serving(launch: Launch) -> Serving:
@@ -80,6 +82,7 @@ def _sglang(launch: Launch) -> Serving:
         memory_fraction=float(launch.flag("--mem-fraction-static", 0.9)),
         fraction_covers_all=False,
         buffer_mb=int(launch.variable("HCCL_BUFFSIZE", "200") or 200),
+        own_model=runs_own_model(launch),
     )
 
 
@@ -124,6 +127,7 @@ def _vllm(launch: Launch) -> Serving:
         fraction_covers_all=True,
         buffer_mb=int(launch.variable("HCCL_BUFFSIZE", "200") or 200),
         vision=not launch.flag("--language-model-only"),
+        own_model=runs_own_model(launch),
     )
 
 

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.errors import LaunchError, LayoutError
 from kimi_k3_npu.model.attention import CachedAttention
+from kimi_k3_npu.ops.kda import CHUNK, SOLVED_AT_ONCE
 from kimi_k3_npu.ops.situ import situ_and_mul
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.plan.dry_run import Pass, Rank, dry_run, hit_experts
@@ -84,9 +85,10 @@ class TestMeter:
 
 
 class TestOneRank:
-    def test_arithmetic_equals_a_real_pass(self, oracle: Callable) -> None:
+    def test_arithmetic_equals_a_real_pass(self, oracle: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
         """torch's own counter over tensors with numbers in them. Experts are counted as an even router would load
-        them, which in sum is the same."""
+        them, which in sum is the same; but for rows that only fill up a product, which are left out here."""
+        monkeypatch.setattr("kimi_k3_npu.ops.experts.ROWS", 1)
         model = oracle("k3").model
         cache = model.new_cache(1, 64)
         attention = CachedAttention(cache, [cache.join()], [32])
@@ -95,11 +97,8 @@ class TestOneRank:
             hidden = model(ids, attention)
             model.logits(hidden[:1])
         done = Rank(model.config, ParallelLayout(), "bf16").run("prefill", 1, 32, 32)
-        solving = {"kda_chunk"}  # torch's counter has no triangular solve
-        ours = sum(work.flops for name, work in done.count.kernels.items() if name not in solving)
-        theirs = counter.get_total_flops()
-        kda = done.count.kernels["kda_chunk"].flops
-        assert ours <= theirs <= ours + kda
+        solved = len(model.config.text.kda_layers) * model.config.text.kda_num_heads * CHUNK * SOLVED_AT_ONCE**2
+        assert done.count.flops == counter.get_total_flops() + solved  # which torch's counter does not know
 
     def test_all_weights_are_read_once(self, oracle: Callable) -> None:
         """Every parameter of the text model but the embedding, of which a pass reads rows; all experts by enough
@@ -112,15 +111,19 @@ class TestOneRank:
         assert done.count.weights == pytest.approx(total, rel=0.02)
 
 
-class TestManyRanks:
-    @pytest.fixture(scope="class")
-    def passes(self, full: KimiK3Config) -> dict[str, Pass]:
-        start = time.process_time()
-        done = {one.name: one for one in dry_run(full, RECIPE, "w4a8", prefill=2048, decode=(16, 1), context=8192)}
-        assert time.process_time() - start < 180
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 6e6  # KiB
-        return done
+@pytest.fixture(scope="module")
+def passes(full: KimiK3Config) -> dict[str, Pass]:
+    start = time.process_time()
+    done = {
+        one.name: one
+        for one in dry_run(full, RECIPE, "w4a8", prefill=2048, decode=(16, 1), context=8192, own_model=False)
+    }
+    assert time.process_time() - start < 180
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 6e6  # KiB
+    return done
 
+
+class TestManyRanks:
     def test_every_layer_communicates(self, passes: dict[str, Pass], full: KimiK3Config) -> None:
         moe = len(full.text.moe_layers)
         assert Counter((c.op, c.axis, c.ranks) for c in passes["decode"].collectives) == {
@@ -153,7 +156,7 @@ class TestManyRanks:
         assert passes["prefill"].count.weights > decode.count.weights
 
     def test_a_sample_is_about_the_whole(self, full: KimiK3Config, passes: dict[str, Pass]) -> None:
-        sample = Rank(full, RECIPE, "w4a8").sample("decode", 16, 1, 8192)
+        sample = Rank(full, RECIPE, "w4a8", own_model=False).sample("decode", 16, 1, 8192)
         for field in ("compulsory", "sent"):
             assert getattr(sample, field) == pytest.approx(getattr(passes["decode"], field), rel=0.06)
         assert sample.count.flops == pytest.approx(passes["decode"].count.flops, rel=0.02)
@@ -162,7 +165,7 @@ class TestManyRanks:
         ("layout", "axes"),
         [
             ("tp=64,dp=4,ep=64", {"dp", "attn_tp", "vocab"}),
-            ("tp=8,pp=2", {"attn_tp", "vocab"}),
+            ("tp=8,ep=8,pp=2", {"attn_tp", "vocab"}),
             ("tp=64,dp=8,dispatch=mc2,shared=4,lm_head=dp", {"attn_tp", "dp", "ep", "shared_experts_tp", "vocab"}),
         ],
     )
@@ -172,8 +175,8 @@ class TestManyRanks:
         assert done.count.weights > 0
 
     def test_stages_make_the_whole(self, full: KimiK3Config) -> None:
-        whole = Rank(full, ParallelLayout.parse("tp=16"), "bf16").run("decode", 2, 1, 256)
-        layout = ParallelLayout.parse("tp=16,pp=4")
+        whole = Rank(full, ParallelLayout.parse("tp=16,ep=16"), "bf16").run("decode", 2, 1, 256)
+        layout = ParallelLayout.parse("tp=16,ep=16,pp=4")
         parts = [Rank(full, layout, "bf16", 16 * stage).run("decode", 2, 1, 256) for stage in range(4)]
         for field in ("kv", "states", "sent"):
             assert sum(getattr(part, field) for part in parts) == getattr(whole, field)

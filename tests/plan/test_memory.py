@@ -91,7 +91,8 @@ class TestBudget:
         assert room * each <= of.pools < (room + 1) * each
 
     def test_shortage(self, full: KimiK3Config, serving: Serving) -> None:
-        of = memory(full, serving, "w4a8", total=48 * GIB, device=A3)
+        of = memory(full, serving, "w4a8", total=46 * GIB, device=A3)
+        assert of.short > 0
         assert of.short == 13 * of.state_per_slot + 128 * of.kv_per_token - of.pools
         tight = memory(full, replace(serving, memory_fraction=0.97), "w4a8", total=64 * GIB, device=A3)
         assert tight.short == tight.buffers + tight.activations - (tight.outside or 0)

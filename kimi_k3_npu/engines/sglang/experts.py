@@ -14,7 +14,7 @@ from kimi_k3_npu.parallel.groups import Group
 
 
 class DeepEP:
-    """SGLang's dispatcher, one a layer, with rows that travel unquantised.
+    """SGLang's dispatcher, one a layer. Rows travel unquantised unless deep_ep's own settings quantise them.
 
     It picks its normal or its low-latency form for each pass. Both deliver rows sorted by the expert that they are for,
     a row for each pair of token and expert, and how many each expert gets; the weights are applied where rows return.
@@ -43,6 +43,8 @@ class DeepEP:
         low_latency = isinstance(sent, engine.DeepEPLLDispatchOutput)
         counts = sent.masked_m if low_latency else sent.num_recv_tokens_per_expert
         rows = sent.hidden_states
+        if sent.hidden_states_scale is not None:  # DEEP_NORMAL_MODE_USE_INT8_QUANT: a scale a row
+            rows = (rows.float() * sent.hidden_states_scale.unsqueeze(1)).to(z.dtype)
         owner = self.owners(torch.as_tensor(counts, device=rows.device), rows.shape[0])
         results = experts(rows, torch.ones_like(owner, dtype=torch.float32), owner)
         combine = engine.DeepEPLLCombineInput if low_latency else engine.DeepEPNormalCombineInput

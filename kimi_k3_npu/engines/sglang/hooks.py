@@ -39,12 +39,17 @@ def check_live(targets: Iterable[str] = engine.HOOKED) -> None:
 
 
 def model_config(original: Hook, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Images are not served yet, and SGLang would ask the tokenizer's folder for an image processor."""
-    if _is_ours(kwargs.get("model_impl")) and not kwargs.get("is_draft_model"):
-        if kwargs.get("enable_multimodal"):
-            raise LaunchError(f"--model-impl {IMPL} serves text only; leave out --enable-multimodal")
-        kwargs["enable_multimodal"] = False
+    """Images are taken if the folder has what they need: SGLang would ask every folder for an image processor."""
+    if not _is_ours(kwargs.get("model_impl")) or kwargs.get("is_draft_model"):
+        original(self, *args, **kwargs)
+        return
+    from kimi_k3_npu.engines.sglang import images
+
+    model_path = args[0] if args else kwargs["model_path"]
+    kwargs["enable_multimodal"] = images.wanted(model_path, kwargs.get("enable_multimodal"))
     original(self, *args, **kwargs)
+    setattr(self.hf_config, images.TAKES_IMAGES, kwargs["enable_multimodal"])
+    images.register_processors(type(self.hf_config))
 
 
 def model_architecture(original: Hook, model_config: Any) -> Any:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kimi_k3_npu import envs
-from kimi_k3_npu.config import MXFP4_GROUP
-from kimi_k3_npu.engines.sglang import hooks, weights
+from kimi_k3_npu.engines.sglang import hooks, images, weights
 from kimi_k3_npu.engines.sglang import symbols as engine
 from kimi_k3_npu.engines.sglang.attention import Ascend, EngineAttention
 from kimi_k3_npu.engines.sglang.experts import DeepEP
@@ -45,13 +43,13 @@ class KimiK3ForSGLang(nn.Module):
             _log.warning("SGLang %s is installed; this plugin was tested with %s", engine.installed(), engine.TESTED)
         self.config = config  # SGLang's; ours is network.config
         ours, layout, dtype = weights.launched_config(config), engine_layout(), torch.get_default_dtype()
-        layout.check(ours.text, expert_group=MXFP4_GROUP if ours.quantization == "mxfp4" else 1)
-        self.network = KimiK3ForCausalLM(
+        self._source: weights.Source | None = weights.launched_source(ours)
+        self.network = weights.empty_network(
             ours,
+            self._source,
             engine_mesh(layout),
             dtype=dtype,
-            packed_experts=weights.packed_in_memory(ours),
-            vision=False,
+            vision=getattr(config, images.TAKES_IMAGES, False),
         ).requires_grad_(False)
         self.attention = EngineAttention(self.network.layers, *engine.attention_backends())
         dispatch = self._use_dispatch()
@@ -59,6 +57,8 @@ class KimiK3ForSGLang(nn.Module):
         self.start_layer, self.end_layer = stage.start, stage.stop
         text = getattr(config, "text_config", config)
         self.logits_processor = engine.LogitsProcessor(text) if self.network.is_last else None
+        # Not submodules: they hold no weights of their own.
+        self._ends = (_Embedding(self.network), _Head(self.network) if self.network.lm_head else None)
         self._taps: tuple[int, ...] = ()
         self._check_options()
         _log.info(
@@ -74,8 +74,8 @@ class KimiK3ForSGLang(nn.Module):
 
     @property
     def lm_head(self) -> nn.Module | None:
-        """The head's shard of the vocabulary; speculative workers read its weight."""
-        return self.network.lm_head
+        """The head's shard of the vocabulary, for SGLang's logits processor and for draft models that share it."""
+        return self._ends[1]
 
     def forward(
         self,
@@ -96,7 +96,7 @@ class KimiK3ForSGLang(nn.Module):
             prefix = input_embeds.to(network.dtype)
             bank = empty_bank(prefix)
         else:
-            prefix = network.embed(input_ids, counts)
+            prefix = self._embed(input_ids, forward_batch, counts)
             bank = empty_bank(prefix)
         taps = self._inherited_taps(prefix, bank, pp_proxy_tensors)
 
@@ -110,6 +110,19 @@ class KimiK3ForSGLang(nn.Module):
         hidden = network.finish(prefix, bank)
         assert self.logits_processor is not None
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch, taps or None)
+
+    def _embed(self, input_ids: Tensor, forward_batch: Any, counts: Sequence[int]) -> Tensor:
+        if self.network.vision_tower is not None and forward_batch.contains_mm_inputs():
+            return images.embeddings(self, self.network, input_ids, forward_batch, counts)
+        return self.network.embed(input_ids, counts)
+
+    def get_image_feature(self, items: Sequence[Any]) -> Tensor:
+        """The rows of these images for the prompt, end to end."""
+        return images.features(self.network, items)
+
+    def pad_input_ids(self, input_ids: Any, mm_inputs: Any) -> Any:
+        """Put a value of each image in the places of its features, for the cache of prefixes to tell images apart."""
+        return engine.pad_mm_tokens(input_ids, mm_inputs)
 
     def _inherited_taps(self, prefix: Tensor, bank: Tensor, received: Any) -> list[Tensor]:
         """Taps of earlier stages, and that after the last of their layers, which our first layer reads."""
@@ -133,11 +146,13 @@ class KimiK3ForSGLang(nn.Module):
         """Called once by SGLang's loader, whose iterator is left alone: it would read every tensor on every rank."""
         if isinstance(weights_iterator, list | tuple | dict):
             raise LaunchError(self._derived_weight_cache_error)
-        self.load(weights.checkpoint_folder(engine.get_model().model_path))
+        assert self._source is not None, "SGLang loads weights once; `reload` changes them"
+        self.load(self._source)
+        self._source = None  # it lists every tensor of the checkpoint
 
-    def load(self, folder: Path) -> None:
-        """Fill the network from `folder`. Raises CheckpointError; the weights are then not to be used."""
-        weights.load(self.network, folder)
+    def load(self, source: weights.Source) -> None:
+        """Fill the network. Raises CheckpointError; the weights are then not to be used."""
+        weights.load(self.network, source)
         self.attention.refresh()
 
     def post_load_weights(self) -> None:
@@ -164,7 +179,7 @@ class KimiK3ForSGLang(nn.Module):
             raise LaunchError("the embedding is with the first pipeline stage")
         if mesh.dp.size > 1 and mesh.vocab.size > mesh.attn_tp.size:
             raise LaunchError("this use of the embedding with attention data parallelism needs --enable-dp-lm-head")
-        return _Embedding(self.network)
+        return self._ends[0]
 
     def _use_dispatch(self) -> str:
         """Put SGLang's dispatcher into the layers if it is to be used. Returns what carries tokens to experts."""
@@ -199,6 +214,28 @@ class KimiK3ForSGLang(nn.Module):
                 "SGLANG_MAMBA_CONV_DTYPE=float32",
                 stacklevel=2,
             )
+
+
+class _Head(nn.Module):
+    """The head as draft workers read it: its rows, and which of the vocabulary they are."""
+
+    def __init__(self, network: KimiK3ForCausalLM) -> None:
+        super().__init__()
+        assert network.lm_head is not None
+        vocab, group = network.config.text.vocab_size, network.mesh.vocab
+        self.weight = network.lm_head.weight
+        self.org_vocab_size = vocab
+        share, held = group.padded_part(vocab)
+        self.shard_indices = engine.VocabParallelEmbeddingShardIndices(
+            padded_org_vocab_start_index=held.start,
+            padded_org_vocab_end_index=held.start + share,
+            padded_added_vocab_start_index=vocab,
+            padded_added_vocab_end_index=vocab,
+            org_vocab_start_index=held.start,
+            org_vocab_end_index=held.stop,
+            added_vocab_start_index=vocab,
+            added_vocab_end_index=vocab,
+        )
 
 
 class _Embedding(nn.Module):

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.engines.sglang import symbols as engine
-from kimi_k3_npu.engines.sglang.weights import LOAD_FORMATS, checkpoint_folder
+from kimi_k3_npu.engines.sglang.weights import LOAD_FORMATS, Source
+from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 
 _log = logging.getLogger(__name__)
 
@@ -50,19 +51,26 @@ def _refusal(load_format: str, weight_name_filter: Any) -> str | None:
 def _try_to_load(model: Any, path: str, *, check: bool) -> str:
     """Load and return "", or what is wrong."""
     try:
-        folder = checkpoint_folder(path)
-        if check and (difference := _difference(model.network.config, KimiK3Config.from_pretrained(folder))):
+        network = model.network
+        source = Source.open(path, network.config)
+        if check and (difference := _difference(network, source)):
             return f"{path} is another network than the one that runs: {difference}"
-        model.load(folder)
+        model.load(source)
     except Exception as error:  # whatever it is, the ranks must agree on what to do
         _log.exception("loading %s failed", path)
         return str(error)
     return ""
 
 
-def _difference(running: KimiK3Config, new: KimiK3Config) -> str:
-    changed = [name for name in ("text", "quantization") if getattr(running, name) != getattr(new, name)]
-    return "its config.json differs in " + " and ".join(changed) if changed else ""
+def _difference(network: KimiK3ForCausalLM, source: Source) -> str:
+    new = KimiK3Config.from_pretrained(source.checkpoint.folder)
+    parts = ("text", "vision") if network.vision_tower is not None else ("text",)
+    changed = [part for part in parts if getattr(network.config, part) != getattr(new, part)]
+    if changed:
+        return f"its config.json differs in {' and '.join(changed)}"
+    if source.experts != network.experts:
+        return f"its experts would be kept as {source.experts}, not as {network.experts}"
+    return ""
 
 
 def _everywhere(problem: str) -> str:

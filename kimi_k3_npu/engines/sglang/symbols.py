@@ -25,17 +25,24 @@ SYMBOLS = {
     "engine_envs": "sglang.srt.environ:envs",
     "attention_backends": "sglang.srt.runtime_context:attention_backends",
     "get_exec": "sglang.srt.runtime_context:get_exec",
+    "get_mm": "sglang.srt.runtime_context:get_mm",
     "get_model": "sglang.srt.runtime_context:get_model",
     "get_parallel": "sglang.srt.runtime_context:get_parallel",
     # layers
     "RadixAttention": "sglang.srt.layers.radix_attention:RadixAttention",
     "RadixLinearAttention": "sglang.srt.layers.radix_linear_attention:RadixLinearAttention",
+    "VocabParallelEmbeddingShardIndices": (
+        "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbeddingShardIndices"
+    ),
     "LogitsProcessor": "sglang.srt.layers.logits_processor:LogitsProcessor",
     "PPProxyTensors": "sglang.srt.model_executor.forward_batch_info:PPProxyTensors",
     "get_token_to_kv_pool": "sglang.srt.model_executor.forward_context:get_token_to_kv_pool",
     # attention backends
     "MambaAttnBackendBase": "sglang.srt.layers.attention.hybrid_linear_attn_backend:MambaAttnBackendBase",
     "HybridLinearAttnBackend": "sglang.srt.layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend",
+    # images
+    "pad_mm_tokens": "sglang.srt.managers.mm_utils:pad_mm_tokens",
+    "prepare_mm_inputs": "sglang.srt.managers.mm_utils:prepare_mm_inputs",
     # weights
     "LoadConfig": "sglang.srt.configs.load_config:LoadConfig",
     "DefaultModelLoader": "sglang.srt.model_loader.loader:DefaultModelLoader",

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 
 from kimi_k3_npu import envs
-from kimi_k3_npu.checkpoint.load import VISION_PREFIXES, ExpertWeights, load_weights, name_map
+from kimi_k3_npu.checkpoint.forms import INT4X2, MXFP4, PLAIN
+from kimi_k3_npu.checkpoint.load import VISION_PREFIXES, ExpertWeights, empty_model, load_weights
 from kimi_k3_npu.checkpoint.reader import Checkpoint
-from kimi_k3_npu.config import KimiK3Config
+from kimi_k3_npu.checkpoint.storage import Storage, read_storage
+from kimi_k3_npu.config import MXFP4_GROUP, KimiK3Config
 from kimi_k3_npu.engines.sglang import symbols as engine
 from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
+from kimi_k3_npu.model.experts import ExpertForm
+from kimi_k3_npu.parallel.mesh import Mesh
 
 #: `--load-format`s whose files our loader reads, and the one that reads none.
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -32,10 +36,9 @@ def launched_config(hf_config: Any) -> KimiK3Config:
     `--json-model-override-args` is applied as SGLang applies it.
     """
     settings = engine.get_model()
-    load_format = str(getattr(settings.load_format, "value", settings.load_format))
-    if load_format not in LOAD_FORMATS:
+    if load_format() not in LOAD_FORMATS:
         raise LaunchError(
-            f"--load-format {load_format} is not implemented by this model, which reads the slices that a rank needs "
+            f"--load-format {load_format()} is not implemented by this model, which reads the slices that a rank needs "
             f"from safetensors files; choices: {', '.join(LOAD_FORMATS)}"
         )
     raw, _ = PreTrainedConfig.get_config_dict(hf_config._name_or_path, revision=settings.revision)
@@ -47,43 +50,70 @@ def launched_config(hf_config: Any) -> KimiK3Config:
     return KimiK3Config.from_hf(raw)
 
 
-def packed_in_memory(config: KimiK3Config) -> bool:
-    """Whether routed experts stay MXFP4 in memory."""
-    choice = cast(ExpertWeights, envs.one_of(envs.SGLANG_EXPERT_WEIGHTS, ("auto", "packed", "bf16")) or "auto")
-    if choice == "packed" and config.quantization != "mxfp4":
-        raise LaunchError(f"{envs.SGLANG_EXPERT_WEIGHTS}=packed, but this checkpoint's experts are not MXFP4")
-    return config.quantization == "mxfp4" and choice != "bf16"
+def load_format() -> str:
+    value = engine.get_model().load_format
+    return str(getattr(value, "value", value))
 
 
-def checkpoint_folder(path: str) -> Path:
-    """The folder that SGLang's own loader would read for `path`: itself, or where a hub's files have been downloaded
-    to."""
+@dataclass(frozen=True)
+class Source:
+    """A folder that weights are read from."""
+
+    checkpoint: Checkpoint
+    storage: Storage
+
+    @classmethod
+    def open(cls, path: str, config: KimiK3Config) -> Source:
+        """`path` is a folder or the name of a model on a hub. Raises CheckpointError with all faults found so far."""
+        checkpoint = Checkpoint.open(_folder(path))
+        return cls(checkpoint, read_storage(checkpoint, config))
+
+    @property
+    def experts(self) -> ExpertForm:
+        """How a rank keeps its experts."""
+        choice = envs.one_of(envs.SGLANG_EXPERT_WEIGHTS, get_args(ExpertWeights)) or "auto"
+        return self.storage.expert_form(cast(ExpertWeights, choice))
+
+
+def launched_source(config: KimiK3Config) -> Source:
+    """The weights of the launch. With `--load-format dummy` they need not be there: how they would be stored counts."""
+    path = engine.get_model().model_path
+    if load_format() == "dummy" and not any(Path(path).glob("*.safetensors")):
+        form = {"mxfp4": MXFP4, "int4x2": INT4X2}.get(config.quantization or "", PLAIN)
+        storage = Storage(config.quantization or "plain", form, folder=Path(path))
+        return Source(Checkpoint(Path(path), {}, {}, ()), storage)
+    return Source.open(path, config)
+
+
+def _folder(path: str) -> Path:
+    """What SGLang's own loader would read for `path`: itself, or where a hub's files have been downloaded to."""
     settings = engine.get_model()
     config = engine.LoadConfig(load_format="safetensors", download_dir=settings.download_dir)
     folder, _, _ = engine.DefaultModelLoader(config)._prepare_weights(path, settings.revision, fall_back_to_pt=False)
     return Path(folder)
 
 
-def load(network: KimiK3ForCausalLM, folder: Path) -> None:
-    """Fill `network` from `folder`, reading only what this rank holds. Raises CheckpointError with every fault."""
+def empty_network(
+    config: KimiK3Config, source: Source, mesh: Mesh, *, dtype: torch.dtype, vision: bool
+) -> KimiK3ForCausalLM:
+    """The network that `source` fills. Raises LayoutError when `mesh` cannot split it."""
+    in_groups = source.storage.experts in (MXFP4, INT4X2)
+    if in_groups and dtype == torch.float16:
+        raise LaunchError(f"{source.storage.experts.name} experts do not expand to float16; use --dtype bfloat16")
+    mesh.layout.check(config.text, expert_group=MXFP4_GROUP if in_groups else 1)
+    return empty_model(config, source.checkpoint, mesh, dtype=dtype, experts=source.experts, vision=vision)
+
+
+def load(network: KimiK3ForCausalLM, source: Source) -> None:
+    """Fill `network`, reading only what this rank holds. Raises CheckpointError with every fault."""
     start, read = time.perf_counter(), 0
 
     def count(done: int, total: int) -> None:
         nonlocal read
         read = done
 
-    checkpoint = without_vision(Checkpoint.open(folder))
-    packed = network.config.quantization == "mxfp4"
-    load_weights(network, checkpoint, name_map(packed, holds_packed(network)), count)
-    seconds = time.perf_counter() - start
-    _log.info("read %d of %d bytes of %s in %.1f s", read, checkpoint.total_bytes, folder, seconds)
-
-
-def without_vision(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint's text model: images are not served here yet."""
-    text = {name: entry for name, entry in checkpoint.entries.items() if not name.startswith(VISION_PREFIXES)}
-    return Checkpoint(checkpoint.folder, text, checkpoint.metadata, checkpoint.unindexed_files)
-
-
-def holds_packed(network: nn.Module) -> bool:
-    return any(parameter.dtype == torch.uint8 for parameter in network.parameters())
+    # Images are not taken by every launch, nor by every pipeline stage.
+    skip = VISION_PREFIXES if network.vision_tower is None else ()
+    load_weights(network, source.checkpoint, source.storage, count, skip=skip)
+    seconds, total = time.perf_counter() - start, source.checkpoint.total_bytes
+    _log.info("read %d of %d bytes of %s in %.1f s", read, total, source.checkpoint.folder, seconds)

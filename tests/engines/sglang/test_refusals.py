@@ -127,8 +127,8 @@ def test_what_would_be_ignored_is_refused() -> None:
 
     with pytest.raises(LaunchError, match="--quantization fp8 is not applied"):
         hooks.quantization(lambda *_: None, config(quantization="fp8"), None)
-    with pytest.raises(LaunchError, match="serves text only"):
-        hooks.model_config(lambda *_: None, None, model_impl="kimi_k3_npu", enable_multimodal=True)
+    with pytest.raises(LaunchError, match="has no vision weights"):
+        hooks.model_config(lambda *_: None, None, str(ORACLES / "k3"), model_impl="kimi_k3_npu", enable_multimodal=True)
 
 
 def test_a_missing_name_of_sglang_is_named() -> None:

@@ -20,6 +20,7 @@ def install() -> None:
     # It copies rows with a triton kernel, pins memory, and gathers by operators that have no CPU kernel.
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
     forward_batch_info._is_cpu = True
+    torch.Tensor.pin_memory = lambda self, *device: self
     for name in ("reg_all_gather_into_tensor", "reg_reduce_scatter_tensor"):
         _run_on_cpu(parallel_state, name)
     if find_spec("deep_ep"):

@@ -29,10 +29,34 @@ FORBIDDEN = {
 }
 
 
+#: Methods that read a CPU tensor's memory without any operator.
+READERS = ("tolist", "numpy", "__array__")
+
+
 class Watch(TorchDispatchMode):
+    """`found` has what must not be in a graph, `count` the operators seen."""
+
     def __init__(self):
         super().__init__()
         self.found, self.count = set(), 0
+
+    def __enter__(self):
+        self._readers = {name: getattr(torch.Tensor, name) for name in READERS}
+        for name, method in self._readers.items():
+            setattr(torch.Tensor, name, self._reporting(name, method))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        for name, method in self._readers.items():
+            setattr(torch.Tensor, name, method)
+        return super().__exit__(*error)
+
+    def _reporting(self, name, method):
+        def read(tensor, *args, **kwargs):
+            self.found.add(f"Tensor.{name}")
+            return method(tensor, *args, **kwargs)
+
+        return read
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
@@ -52,9 +76,9 @@ def install() -> None:
     if not path:
         return
     from kimi_k3_npu.engines.sglang.model import KimiK3ForSGLang
-    from kimi_k3_npu.model import moe
+    from kimi_k3_npu.model import experts
 
-    moe.moe_experts = static_experts
+    experts.moe_experts = static_experts
     forward = KimiK3ForSGLang.forward
     report = {"passes": 0, "operators": 0, "found": []}
 
