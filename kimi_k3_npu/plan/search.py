@@ -44,7 +44,7 @@ class Refused:
     reason: str
 
 
-def layouts(world: int, config: KimiK3Config, stages: tuple[int, ...] = STAGES) -> Iterator[ParallelLayout]:
+def layouts(world: int, config: KimiK3Config, stages: tuple[int, ...]) -> Iterator[ParallelLayout]:
     """Every layout over `world` ranks that splits the heads: with whole experts where they go over the ranks, else
     without an all-to-all; shared experts split over a replica or whole."""
     text = config.text
@@ -86,7 +86,7 @@ def search(
     """The layouts over `world` ranks in which `concurrency` requests of `wanted.context` tokens fit, fastest decode
     first; without a chip whose figures are known, most room first."""
     found, refused = [], []
-    for layout in layouts(world, config):
+    for layout in layouts(world, config, STAGES):
         of = replace(
             wanted,
             layout=layout,

@@ -171,6 +171,17 @@ class TestGeneration:
             one = model.generate(**alone, max_new_tokens=2, num_beams=2, num_return_sequences=2)
             assert beams[2 * row : 2 * row + 2, -2:].tolist() == one[:, -2:].tolist()
 
+    def test_each_copy_of_a_row_has_the_row_s_images(
+        self, processor: KimiK3Processor, model: KimiK3ForGeneration
+    ) -> None:
+        both = processor.apply_chat_template([asking((30, 40), (64, 28)), asking((100, 70))], **OPTIONS)
+        first, second, third = both["pixel_values"].split([16, 12, 48])
+        ids, expanded = model._expand_inputs_for_generation(2, **both)
+        assert ids.tolist() == both["input_ids"].repeat_interleave(2, dim=0).tolist()
+        grids = [[1, 4, 4], [1, 2, 6]]
+        assert expanded["grid_thws"].tolist() == [*grids, *grids, [1, 6, 8], [1, 6, 8]]
+        assert torch.equal(expanded["pixel_values"], torch.cat([first, second, first, second, third, third]))
+
 
 class TestTokenizer:
     @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])

@@ -38,7 +38,7 @@ def test_recipe(run: Run) -> None:
     for text in (
         "one rank, 65.5 GB:",
         "a token takes 27,648 bytes of cache, a state slot 28.1 MB",
-        "  weights                  43.36  ████",
+        "  weights                  43.34  ████",
         "decode of 128     MLA         v_up              transpose_batchmatmul",
         "grouped_matmul_w4a8",
     ):
@@ -126,8 +126,9 @@ def test_search(run: Run, tiny: str) -> None:
 
 
 @pytest.mark.slow
-def test_full_search(run: Run) -> None:
+def test_full_search(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """On four nodes the published layout is among the best; whole shared experts leave too little room."""
+    monkeypatch.setattr("kimi_k3_npu.plan.search.STAGES", (1,))
     cluster = ("--nodes", "4", "--soc", "a3", "--format", "w4a8", "--model-impl", "auto")
     code, out, _ = run("--search", *cluster, "--context", "131072", "--concurrency", "16", "--json")
     assert code == 0

@@ -84,8 +84,11 @@ def test_a_crowd_gets_what_each_gets_alone(server: Server) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         together = list(pool.map(one, range(len(wanted))))
-    wrong = [i for i, tokens in enumerate(together) if tokens is not None and not same(tokens, alone[i])]
-    assert not wrong
+    finished = [(tokens, alone[i]) for i, tokens in enumerate(together) if tokens is not None]
+    differing = [pair for pair in finished if pair[0] != pair[1]["output_ids"]]
+    assert [pair for pair in differing if not first_difference_is_a_tie(*pair)] == []
+    print("DIFFERING", len(differing), len(finished))
+    assert len(differing) <= 3
     assert free_states(server) == free
     assert server.healthy()
 
@@ -108,13 +111,11 @@ def abandon(server: Server, prompt: list[int]) -> None:
             assert line is not None
 
 
-def same(tokens: list[int], alone: dict[str, Any]) -> bool:
-    """Equal, but for what follows a tie of the two best logits."""
-    for i, (mine, theirs) in enumerate(zip(tokens, alone["output_ids"], strict=True)):
-        if mine != theirs:
-            (first, *_), (second, *_) = alone["meta_info"]["output_top_logprobs"][i]
-            return first - second < TIE
-    return True
+def first_difference_is_a_tie(tokens: list[int], alone: dict[str, Any]) -> bool:
+    """Whether the two best logits were as good as equal where the answers part."""
+    i = next(i for i, pair in enumerate(zip(tokens, alone["output_ids"], strict=True)) if pair[0] != pair[1])
+    (first, *_), (second, *_) = alone["meta_info"]["output_top_logprobs"][i]
+    return first - second < TIE
 
 
 def free_states(server: Server) -> float:
@@ -173,8 +174,11 @@ def test_it_ends_when_told_to(server: Server) -> None:
     """The last test of a server: all its processes end within a minute, without an error."""
     family = psutil.Process(server.process.pid).children(recursive=True)
     assert family
+    said = len(server.log)
     os.kill(server.process.pid, signal.SIGTERM)
     server.process.wait(timeout=60)
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
-    assert "Traceback" not in server.log
+    assert server.process.returncode == 0
+    assert "Traceback" not in server.log[said:]
+    assert "Scheduler hit an exception" not in server.log

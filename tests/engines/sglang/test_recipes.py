@@ -1,0 +1,64 @@
+"""The flags of the SGLang recipes, before the real argument parser of the installed SGLang."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from kimi_k3_npu.recipes.engine_flags import load_flags
+from kimi_k3_npu.recipes.launch import all_launches, example_inputs
+from kimi_k3_npu.recipes.reader import load_recipe, recipe_names
+from kimi_k3_npu.recipes.render import arguments
+
+SGLANG_RECIPES = [name for name in recipe_names() if load_recipe(name).engine.name == "sglang"]
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+@pytest.mark.parametrize("name", SGLANG_RECIPES)
+def test_flags_are_accepted(parser: argparse.ArgumentParser, name: str) -> None:
+    recipe = load_recipe(name)
+    for launch in all_launches(recipe, example_inputs(recipe)):
+        if not launch.role.nodes:
+            continue  # the router is another program
+        words = arguments(launch)[len(launch.command) :]
+        parsed = vars(parser.parse_args(words))  # exits for a flag or a value that it does not know
+        assert parsed["model_path"] == launch.flag("--model-path")
+        assert parsed["model_impl"] == launch.flag("--model-impl")
+        if "--tp-size" in launch.flags:
+            assert parsed["tp_size"] == launch.flag("--tp-size")
+
+
+def test_four_nodes(parser: argparse.ArgumentParser) -> None:
+    """What the attention-TP options come to in SGLang itself."""
+    recipe = load_recipe("sglang-a3-4node")
+    launch = all_launches(recipe, example_inputs(recipe))[3]
+    parsed = parser.parse_args(arguments(launch)[len(launch.command) :])
+    assert parsed.enable_shared_experts_attn_tp
+    assert parsed.enable_dense_mlp_attn_tp
+    assert (parsed.tp_size, parsed.dp_size, parsed.moe_a2a_backend, parsed.node_rank) == (64, 4, "deepep", 3)
+    assert parsed.cuda_graph_bs_decode == [2, 4, 8, 16]
+
+
+def test_the_list_is_of_this_parser(parser: argparse.ArgumentParser) -> None:
+    """recipes/flags/sglang-0.5.23.txt, by which the checks go where SGLang is not installed."""
+    kept = load_flags("sglang-0.5.23")
+    real = {flag: action for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
+    assert set(kept.names) == set(real)
+    for flag, action in real.items():
+        assert (kept.takes(flag) == "switch") == (action.nargs == 0), flag
+        assert list(kept.choices(flag)) == [str(choice) for choice in action.choices or ()], flag
+
+
+@pytest.mark.parametrize("flag", ["--fuseep-mode 3", "--cuda-graph-bs 1", "--k3-shared-experts-attn-tp"])
+def test_former_flags_are_refused(parser: argparse.ArgumentParser, flag: str) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--model-path", "m", *flag.split()])
