@@ -150,7 +150,7 @@ def test_what_can_never_work_is_said(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4, 8])
 def test_every_layout_gives_the_oracles_logits(world: int, tmp_path: Path):
     cases = [
         {"what": "score", "oracle": oracle, "layout": layout}

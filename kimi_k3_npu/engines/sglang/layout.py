@@ -29,7 +29,8 @@ def engine_layout() -> ParallelLayout:
         LaunchError: An option that this model does not implement, and would otherwise ignore.
         LayoutError: The options contradict each other.
     """
-    parallel, moe = engine.get_parallel(), engine.get_exec().moe
+    parallel, execution = engine.get_parallel(), engine.get_exec()
+    moe = execution.moe
     backend = str(getattr(moe.moe_a2a_backend, "value", moe.moe_a2a_backend))
     if backend not in DISPATCH:
         raise LaunchError(f"--moe-a2a-backend {backend} is not implemented here; choices: {', '.join(DISPATCH)}")
@@ -41,7 +42,10 @@ def engine_layout() -> ParallelLayout:
         ("--ep-num-redundant-experts", moe.ep_num_redundant_experts, 0),
         ("--enable-eplb", moe.enable_eplb, False),
         ("--init-expert-location", moe.init_expert_location, "trivial"),
-        ("--enable-two-batch-overlap", engine.get_exec().overlap.enable_two_batch_overlap, False),
+        ("--enable-two-batch-overlap", execution.overlap.enable_two_batch_overlap, False),
+        ("--cpu-offload-gb", execution.offload.cpu_offload_gb, 0),
+        ("--offload-group-size", execution.offload.offload_group_size, -1),
+        ("--enable-lora", bool(engine.get_lora().enable_lora), False),
     ):
         if value != neutral:
             raise LaunchError(f"{option} {value} is not implemented by this model; leave it out")

@@ -189,7 +189,13 @@ class KimiK3ForSGLang(nn.Module):
             if choice:
                 raise LaunchError(f"{envs.SGLANG_EXPERT_DISPATCH}={choice} needs --moe-a2a-backend deepep")
             return "gather"
-        if (choice or ("deepep" if network.device.type == "npu" else "own")) == "own":
+        on_npu = network.device.type == "npu"
+        if (choice or ("deepep" if on_npu else "own")) == "own":
+            if on_npu and engine.get_exec().graph.cuda_graph_config.decode.backend != "disabled":
+                raise LaunchError(
+                    f"{envs.SGLANG_EXPERT_DISPATCH}=own takes its row counts to the host, which a captured graph "
+                    "cannot; use deepep, or --disable-cuda-graph"
+                )
             return "our all-to-all"
         for module in network.modules():
             if isinstance(module, DispatchedMoE):

@@ -25,6 +25,7 @@ SYMBOLS = {
     "engine_envs": "sglang.srt.environ:envs",
     "attention_backends": "sglang.srt.runtime_context:attention_backends",
     "get_exec": "sglang.srt.runtime_context:get_exec",
+    "get_lora": "sglang.srt.runtime_context:get_lora",
     "get_mm": "sglang.srt.runtime_context:get_mm",
     "get_model": "sglang.srt.runtime_context:get_model",
     "get_parallel": "sglang.srt.runtime_context:get_parallel",

@@ -29,15 +29,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., A
         if key not in drivers:
             drivers[key] = Driver(tmp_path_factory.mktemp("engine"), environment(**(env or {})))
         driver = drivers[key]
-        start_of_log = len(driver.log)
         try:
             # Sockets of an engine that has been stopped stay bound, so each has a port of its own.
-            driver("start", **{**ARGUMENTS, "port": free_port(), **arguments})
+            driver.start(**{**ARGUMENTS, "port": free_port(), **arguments})
             yield driver
             driver("stop")
-        except EngineFailed as failure:
+        except EngineFailed:
             del drivers[key]
-            raise EngineFailed(str(failure)[start_of_log:]) from None
+            raise
 
     yield start
     for driver in drivers.values():

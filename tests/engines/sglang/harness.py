@@ -59,10 +59,10 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 class Driver:
-    """A process in which engines are started one after the other. `log` is all that its processes print."""
+    """A process in which engines are started one after the other."""
 
     def __init__(self, folder: Path, env: dict[str, str]) -> None:
-        self._log = folder / "log"
+        self._log, self._begin = folder / "log", 0
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / "driver.py")],
@@ -77,7 +77,12 @@ class Driver:
 
     @property
     def log(self) -> str:
-        return self._log.read_text(errors="replace")
+        """All that the processes of the engine have printed since its start."""
+        return self._log.read_bytes()[self._begin :].decode(errors="replace")
+
+    def start(self, **arguments: Any) -> None:
+        self._begin = self._log.stat().st_size
+        self("start", **arguments)
 
     def __call__(self, command: str, **arguments: Any) -> Any:
         assert self._process.stdin

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,27 @@ def test_tokens_equal_the_oracle(
     with engine(model_path=str(oracle(name).folder), **arguments) as driver:
         check(driver, asked, expected)
         assert "type=KimiK3ForSGLang" in driver.log
+
+
+def test_dummy_weights_need_only_a_config(engine: Callable, oracle: Callable, tmp_path: Path) -> None:
+    """For measuring memory and speed; MXFP4 experts stay packed as they would be."""
+    (tmp_path / "config.json").write_bytes((oracle("k3-mxfp4").folder / "config.json").read_bytes())
+    with engine(model_path=str(tmp_path), load_format="dummy") as driver:
+        (tokens,) = driver.greedy([[1, 2, 3]])
+        assert len(tokens) == 8
+        assert "read " not in driver.log
+
+
+def test_a_model_of_a_hub(engine: Callable, oracle: Callable, prompts: Callable, tmp_path: Path) -> None:
+    """The files are taken from where the hub's client keeps them, as SGLang takes them."""
+    cached = tmp_path / "hub" / "models--someone--k3"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(oracle("k3").folder, cached / "snapshots" / ("0" * 40))
+    env = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    with engine(env, model_path="someone/k3") as driver:
+        asked, expected = prompts("k3")
+        assert driver.greedy(asked) == expected
 
 
 def check(driver: Any, asked: list[list[int]], expected: list[list[int]]) -> None:

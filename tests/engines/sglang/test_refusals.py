@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,3 +155,41 @@ def test_tensors_are_refused() -> None:
     assert "/update_weights_from_disk" in str(_unsupported_derived_weight_cache_error(model))
     with pytest.raises(LaunchError, match="takes no tensors"):
         model.load_weights([("model.norm.weight", None)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"moe_a2a_backend": "mooncake"}, "--moe-a2a-backend mooncake is not implemented here; choices: none, deepep"),
+        ({"attn_cp_size": 2}, "--attn-cp-size 2"),
+        ({"moe_dense_tp_size": 1}, "--moe-dense-tp-size 1"),
+        ({"enable_eplb": True}, "--enable-eplb True"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap True"),
+        ({"cpu_offload_gb": 8}, "--cpu-offload-gb 8"),
+        ({"enable_lora": True}, "--enable-lora True"),
+        ({"enable_shared_experts_attn_tp": True}, "need an all-to-all dispatch"),
+        ({"shared_experts_tp_size": 3, "moe_a2a_backend": "deepep", "moe_ep_size": 4}, "does not divide attn_tp = 2"),
+    ],
+)
+def test_parallel_options_that_would_be_ignored(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    from kimi_k3_npu.engines.sglang import layout, symbols
+    from kimi_k3_npu.errors import KimiK3Error
+
+    values: dict[str, Any] = {
+        **{"tp_size": 4, "attn_dp_size": 2, "moe_ep_size": 1, "pp_size": 1, "attn_cp_size": 1, "dcp_size": 1},
+        **{"moe_dp_size": 1, "moe_dense_tp_size": None, "enable_dp_lm_head": False, "shared_experts_tp_size": None},
+        **{"enable_shared_experts_attn_tp": False, "enable_dense_mlp_attn_tp": False, "moe_a2a_backend": "none"},
+        **{"ep_num_redundant_experts": 0, "enable_eplb": False, "init_expert_location": "trivial"},
+        **{"enable_two_batch_overlap": False, "cpu_offload_gb": 0, "offload_group_size": -1, "enable_lora": None},
+    }
+    bag = SimpleNamespace(**values)
+    bag.moe = bag.overlap = bag.offload = bag
+    for getter in ("get_parallel", "get_exec", "get_lora"):
+        monkeypatch.setattr(symbols, getter, lambda: bag, raising=False)
+    assert str(layout.engine_layout()) == "tp=4,dp=2"
+    for name, value in change.items():
+        setattr(bag, name, value)
+    with pytest.raises(KimiK3Error, match=re.escape(message)):
+        layout.engine_layout()
