@@ -150,6 +150,8 @@ def _message(message: Message, result: Result | None, thinking: bool, prompts: I
     if role == "system" and message.get("tools"):
         return _system("tool-declare", f"{_MORE_TOOLS}\n\n```json\n{_sorted_json(message['tools'])}\n```")
     if role in ("user", "system"):
+        if "content" not in message:
+            raise ChatError(f"{role} message has no content; give text, or a list of parts")
         name = {"name": check_text(message["name"], f"name of a {role} message")} if message.get("name") else {}
         return _closed(_content(message, prompts), role=role, **name)
     raise ChatError(f"message role is {role!r}; roles: user, system, assistant, tool")
