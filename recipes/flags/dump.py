@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,7 +35,9 @@ def options(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         for flag in action.option_strings:
             if flag.startswith("--"):
-                yield " ".join([flag, _takes(action), ",".join(map(str, action.choices or ()))]).rstrip()
+                choices = action.choices or ()
+                words = map(str, sorted(choices, key=str) if isinstance(choices, Set) else choices)
+                yield f"{flag} {_takes(action)} {','.join(words)}".rstrip()
 
 
 def variables(engine: str) -> list[str]:
