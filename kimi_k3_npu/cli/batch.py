@@ -45,8 +45,8 @@ def batch(
     options = _options(engine_arg or [])
 
     from kimi_k3_npu.config import KimiK3Config
+    from kimi_k3_npu.engines.offline import open_engine
     from kimi_k3_npu.recipes.offline import BatchSettings, Results, read_requests, run_batch
-    from kimi_k3_npu.recipes.offline_engines import open_engine
     from kimi_k3_npu.tokenizer import TokenizerError, load_tokenizer
 
     vocab_size = KimiK3Config.from_pretrained(model).text.vocab_size

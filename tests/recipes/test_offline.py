@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kimi_k3_npu.cli import main
+from kimi_k3_npu.engines.offline import Sglang, Transformers, Vllm, open_engine
 from kimi_k3_npu.recipes.offline import (
     BatchError,
     BatchSettings,
@@ -24,7 +25,6 @@ from kimi_k3_npu.recipes.offline import (
     read_requests,
     run_batch,
 )
-from kimi_k3_npu.recipes.offline_engines import Sglang, Transformers, Vllm, open_engine
 from kimi_k3_npu.resources import resource_path
 from kimi_k3_npu.tiny import write_tiny
 from kimi_k3_npu.tokenizer import Tokenizer, load_tokenizer
