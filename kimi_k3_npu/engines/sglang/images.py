@@ -52,6 +52,8 @@ def wanted(model_path: str, asked: bool | None) -> bool:
 
 
 def _has_vision(folder: Path) -> bool:
+    if not any(folder.glob("*.safetensors*")):
+        return False  # a config alone, for a load with dummy weights
     index = folder / "model.safetensors.index.json"
     try:
         names: Iterable[str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
