@@ -101,4 +101,5 @@ def test_the_corpus_is_the_documented_one() -> None:
     assert len(CASES) >= 80
     assert {case.oracle for case in CASES} >= {"k3", "k3-mxfp4", "k3-w4a8"}
     documented = resource_path("docs", "checkpoints.md").read_text(encoding="utf-8")
+    assert f"{len(CASES)} checkpoints" in documented
     assert table() in documented
