@@ -7,9 +7,8 @@ PROMPT ?= What is a neural processing unit?
 CORE := .venv/.ready
 NPU := .venv-npu/.ready
 SGLANG := .venv-sglang/.ready
-# What `make test` runs. "core" is everything that a plain pytest collects; test-sglang is apart: on a loaded machine its
-# servers have missed their time limits, so it is run by hand before a release until that is mended.
-SUITES := core npu
+# What `make test` runs, one environment each. "core" is everything that a plain pytest collects.
+SUITES := core npu sglang
 
 # Engines import thousands of modules in several processes: let Python keep what it compiles.
 unexport PYTHONDONTWRITEBYTECODE

@@ -42,6 +42,21 @@ date. The level of a kernel is the highest that it has reached:
 Kernels `sgl_*` and `batch_matmul_transpose` are of the package sgl_kernel_npu. Its schemas and limits were written down
 from its source, so levels 1 and 2 hold these kernels against our reading of it, not against the package.
 
+## In SGLang
+
+tests/engines/sglang makes the calls of SGLang 0.5.23's Ascend backend through the engine's own layers, to a stand-in
+that takes the same tensors and computes on a CPU, and compares the tokens. It watches decode passes for what a captured
+graph cannot replay. What that leaves unproven:
+
+- the Ascend backend's kernels themselves: its paged MLA attention, its KDA decode and prefill, and the layouts of its
+  pools beyond the shapes and dtypes that were read from its source;
+- graph capture and replay on a device, and with it the fixed batch sizes of captured graphs;
+- the package deep_ep: its dispatcher is driven against a stand-in with the signatures that SGLang calls;
+- hccl: groups are gloo's here;
+- memory: how much SGLang leaves to the pools next to the full-size weights.
+
+## Kernels
+
 | operator | kernel | level | schema and shapes | numbers | device |
 |---|---|---|---|---|---|
 """
