@@ -1,0 +1,76 @@
+"""Attention over whole sequences that keeps nothing, so that gradients flow through it: what training needs.
+
+Letters: T tokens of S sequences, n tokens of the longest, h heads, d any width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kimi_k3_npu.model.attention import Expand
+from kimi_k3_npu.ops.attention import causal_attention
+from kimi_k3_npu.ops.kda import kda_chunk, kda_gate, l2_norm, short_conv
+
+if TYPE_CHECKING:
+    from kimi_k3_npu.model.kda import KimiDeltaAttention
+    from kimi_k3_npu.model.mla import MultiHeadLatentAttention
+
+
+class UncachedAttention:
+    """The attention of one forward pass over S whole sequences of `lengths` tokens (at least one each), laid end to
+    end.
+
+    The sequences are filled up to the longest and folded into the heads: to an operator the batch is one sequence of
+    S h heads. What fills comes after a sequence's tokens, so none of them sees it.
+    """
+
+    wants_expanded = True
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.batch, self.longest = len(lengths), max(lengths)
+        self._lengths = [self.longest]
+        # token t of sequence s is row t * S + s of the folded batch
+        self._rows = torch.cat([torch.arange(n, device=device) * self.batch + s for s, n in enumerate(lengths)])
+
+    def mla_absorbed(
+        self, layer: MultiHeadLatentAttention, q_latent: Tensor, q_rope: Tensor, kv_latent: Tensor, k_rope: Tensor
+    ) -> Tensor:
+        keys = torch.cat([kv_latent, k_rope], dim=-1).unsqueeze(1).expand(-1, q_latent.shape[1], -1)  # [T, h, R + r]
+        return self._attend(torch.cat([q_latent, q_rope], dim=-1), keys, keys[..., : kv_latent.shape[-1]], layer.scale)
+
+    def mla_expanded(
+        self, layer: MultiHeadLatentAttention, q: Tensor, kv_latent: Tensor, k_rope: Tensor, expand: Expand
+    ) -> Tensor:
+        keys, values = expand(kv_latent)
+        shared = k_rope.unsqueeze(1).expand(-1, keys.shape[1], -1)  # [T, h, r]
+        return self._attend(q, torch.cat([keys, shared], dim=-1), values, layer.scale)
+
+    def kda(self, layer: KimiDeltaAttention, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
+        heads, d = layer.num_heads, layer.head_dim
+        weight = layer.conv_weight.repeat(self.batch, 1)  # [S 3hd, W]
+        window = mixed_qkv.new_zeros(1, weight.shape[1] - 1, len(weight))
+        mixed, _ = short_conv(self._fold(mixed_qkv), weight, window, self._lengths)
+        q, k, v = mixed.view(self.longest, self.batch, 3, heads, d).unbind(2)  # each [n, S, h, d]
+        q, k, v = (x.flatten(1, 2) for x in (l2_norm(q) * d**-0.5, l2_norm(k), v))
+        g = kda_gate(forget_gate, layer.A_log, layer.dt_bias.view(heads, d), layer.gate_lower_bound)
+        state = g.new_zeros(1, self.batch * heads, d, d)
+        o, _ = kda_chunk(q, k, v, self._fold(g), self._fold(beta.float().sigmoid()), state, self._lengths)
+        return self._unfold(o)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """q and keys [T, h, D], values [T, h, V] -> [T, h, V]."""
+        folded = (self._fold(x) for x in (q, keys, values))
+        return self._unfold(causal_attention(*folded, self._lengths, self._lengths, scale))
+
+    def _fold(self, x: Tensor) -> Tensor:
+        """[T, h, ...] -> [n, S h, ...], zeros where a sequence has ended."""
+        rows = x.new_zeros(self.longest * self.batch, *x.shape[1:]).index_copy(0, self._rows, x)
+        return rows.view(self.longest, -1, *x.shape[2:])
+
+    def _unfold(self, x: Tensor) -> Tensor:
+        """[n, S h, d] -> [T, h, d]."""
+        return x.unflatten(1, (self.batch, -1)).flatten(0, 1)[self._rows]

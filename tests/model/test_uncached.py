@@ -1,0 +1,52 @@
+"""Whole sequences without a cache: the same logits as with one, and gradients to every parameter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
+from kimi_k3_npu.model.uncached import UncachedAttention
+
+
+def logits(model: KimiK3ForCausalLM, prompts: list[Tensor], *, expanded: bool) -> list[Tensor]:
+    lengths = [len(prompt) for prompt in prompts]
+    attention = UncachedAttention(lengths)
+    attention.wants_expanded = expanded
+    return list(model.logits(model(torch.cat(prompts), attention)).split(lengths))
+
+
+@pytest.mark.parametrize("expanded", [True, False], ids=["expanded", "absorbed"])
+@pytest.mark.parametrize("name", ["k3", "k3-deep", "kimi-linear"])
+def test_as_with_a_cache(oracle: Callable, name: str, expanded: bool) -> None:
+    found = oracle(name)
+    lengths = [len(prompt) - 7 * i for i, prompt in enumerate(found.expected.prompts)]
+    assert len(set(lengths)) > 1
+    prompts = [prompt[:n] for prompt, n in zip(found.expected.prompts, lengths, strict=True)]
+    results = logits(found.model, prompts, expanded=expanded)
+    for actual, expected, n in zip(results, found.expected.logits, lengths, strict=True):
+        torch.testing.assert_close(actual, expected[:n], atol=5e-4, rtol=0)
+
+
+def test_every_parameter_gets_a_gradient(oracle: Callable) -> None:
+    model = copy.deepcopy(oracle("k3").model).requires_grad_(True)
+    prompts = [torch.randint(model.config.text.vocab_size, (n,)) for n in (90, 40)]
+    # what picks experts, what is no part of the text, and a mixer that has nothing to mix have none
+    trained = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not name.startswith(("vision", "mm_", "layers.0.self_attention_res")) and not name.endswith("gate.bias")
+    }
+    losses = [
+        F.cross_entropy(row[:-1], prompt[1:])
+        for row, prompt in zip(logits(model, prompts, expanded=True), prompts, strict=True)
+    ]
+    gradients = torch.autograd.grad(sum(losses, torch.zeros(())), list(trained.values()))
+    for name, gradient in zip(trained, gradients, strict=True):
+        assert gradient.isfinite().all(), name
+        assert gradient.any(), name
