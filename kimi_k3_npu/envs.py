@@ -79,6 +79,11 @@ def hccl_buffer_megabytes() -> int:
     return int(value)
 
 
+def server_key() -> str | None:
+    """OPENAI_API_KEY: what clients of OpenAI's protocol send to a server to say who they are."""
+    return os.environ.get("OPENAI_API_KEY") or None
+
+
 def former() -> Mapping[str, str]:
     """The environment, for names that others had before this package: `ParallelLayout.with_former_variables`."""
     return os.environ

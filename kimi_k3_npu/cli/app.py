@@ -11,7 +11,20 @@ from typing import Annotated
 import typer
 
 from kimi_k3_npu import __version__
-from kimi_k3_npu.cli import batch, chat, doctor, generate, info, kernels, layout, plan, recipe, selftest, weights
+from kimi_k3_npu.cli import (
+    batch,
+    chat,
+    doctor,
+    evaluate,
+    generate,
+    info,
+    kernels,
+    layout,
+    plan,
+    recipe,
+    selftest,
+    weights,
+)
 from kimi_k3_npu.errors import KimiK3Error
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -24,6 +37,7 @@ app.command("layout")(layout.layout)
 app.command("plan")(plan.plan)
 app.command("selftest")(selftest.selftest)
 app.add_typer(doctor.app, name="doctor")
+app.add_typer(evaluate.app, name="eval")
 app.add_typer(recipe.app, name="recipe")
 app.add_typer(weights.app, name="weights")
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-import yaml
 
 from kimi_k3_npu.cli import generation
 from kimi_k3_npu.cli.progress import steps_bar
@@ -20,10 +19,7 @@ def batch(
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Results, a line of JSON each.", show_default=False)],
     engine: Annotated[Literal["transformers", "sglang", "vllm"], typer.Option(help="What generates.")] = "transformers",
-    engine_arg: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="An argument of the engine, such as tp_size=16.", show_default=False),
-    ] = None,
+    engine_arg: generation.EngineArgs = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Prompts at a time.", show_default="8; sglang, vllm: 256")
     ] = None,
@@ -42,7 +38,7 @@ def batch(
     reported and skipped.
     """
     temperature = generation.check_sampling(temperature, top_p)
-    options = _options(engine_arg or [])
+    options = generation.engine_options(engine_arg or [])
 
     from kimi_k3_npu.config import KimiK3Config
     from kimi_k3_npu.engines.offline import open_engine
@@ -80,13 +76,3 @@ def batch(
     before = len(requests) - left
     skipped = f", {len(bad)} lines skipped" if bad else ""
     typer.echo(f"{out}: {left} answers written, {before} were there{skipped}", err=True)
-
-
-def _options(pairs: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise typer.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--engine-arg")
-        found[key] = yaml.safe_load(value)
-    return found

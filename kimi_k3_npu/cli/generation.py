@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+import yaml
 
 from kimi_k3_npu.cli.progress import bytes_bar
 from kimi_k3_npu.errors import KimiK3Error
@@ -36,6 +37,10 @@ Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the weights; auto: the checkpoint's.")
 ]
 TextOnly = Annotated[bool, typer.Option("--text-only", help="Leave vision weights unread; then no images.")]
+EngineArgs = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="An argument of the engine, such as tp_size=16.", show_default=False),
+]
 
 #: Temperatures below this are 0, as in serving engines: logits divided by less would overflow.
 NO_SAMPLING = 1e-5
@@ -48,6 +53,17 @@ def check_sampling(temperature: float, top_p: float | None) -> float:
     if top_p is not None and not temperature:
         raise typer.BadParameter("has no effect without --temperature above 0", param_hint="--top-p")
     return temperature
+
+
+def engine_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Arguments of an engine, given as KEY=VALUE with the values in YAML."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise typer.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--engine-arg")
+        found[key] = yaml.safe_load(value)
+    return found
 
 
 def image_settings(folder: Path, config: KimiK3Config) -> ImageSettings:

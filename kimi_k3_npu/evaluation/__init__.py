@@ -1,0 +1,1 @@
+"""How well a model answers: problems, answers from any engine, and scores."""
