@@ -464,8 +464,12 @@ def _read_quantization(*sources: Mapping[str, Any] | None) -> Quantization | Non
                 f"compressed-tensors, mxfp4-pack-quantized; {OWN_QUANT_METHOD}, int4x2 (ModelSlim W4A8 folders have "
                 "none, but a quant_model_description.json)"
             )
-        for name, group in source.get("config_groups", {}).items():
-            weights = group.get("weights") or {}
+        groups = source.get("config_groups") or {}
+        if not isinstance(groups, Mapping):
+            raise ConfigError(f"config.json: quantization_config.config_groups is {groups!r:.80}, expected an object")
+        for name, group in groups.items():
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            weights = weights if isinstance(weights, Mapping) else {}
             if (weights.get("num_bits"), weights.get("type"), weights.get("group_size")) != (4, "float", MXFP4_GROUP):
                 found = {key: weights.get(key) for key in ("num_bits", "type", "group_size")}
                 raise ConfigError(

@@ -12,7 +12,8 @@ import torch
 from kimi_k3_npu.checkpoint.checksums import Checksums
 from kimi_k3_npu.checkpoint.load import Progress, config_dtype, empty_model, file_notes
 from kimi_k3_npu.checkpoint.manifest import Extent, Manifest, expand, load_manifest
-from kimi_k3_npu.checkpoint.plan import LoadPlan, plan_loading
+from kimi_k3_npu.checkpoint.names import normalise
+from kimi_k3_npu.checkpoint.plan import LoadPlan, plan_loading, records_of
 from kimi_k3_npu.checkpoint.reader import Checkpoint, ReadRequest
 from kimi_k3_npu.checkpoint.storage import Storage, read_storage
 from kimi_k3_npu.checkpoint.stream import read_weights
@@ -97,13 +98,23 @@ def examine(folder: Path) -> Examination:
 def _layout_faults(
     config: KimiK3Config, checkpoint: Checkpoint, storage: Storage, layout: ParallelLayout
 ) -> Iterator[Fault]:
+    published = {normalise(name): name for name in checkpoint.entries}
     try:
         layout.check(config.text, expert_group=1 if storage.name in ("plain", "modelslim") else MXFP4_GROUP)
         for rank in range(layout.world):
             mesh = Mesh.inspect(layout, rank)
             with torch.device("meta"):
                 model = empty_model(config, checkpoint, mesh, experts=storage.expert_form())
-            yield from plan_loading(model, checkpoint.entries, storage.names(model.experts)).faults
+            names = storage.names(model.experts)
+            # What belongs to no rank is known already, and half a million names take seconds for each rank.
+            own = [
+                published[name]
+                for parameter, pieces in records_of(model).items()
+                for piece in pieces
+                for _, name in names.sources(parameter, piece)
+                if name in published
+            ]
+            yield from plan_loading(model, {name: checkpoint.entries[name] for name in own}, names).faults
     except LayoutError as error:
         yield Fault("layout", str(layout), str(error))
 

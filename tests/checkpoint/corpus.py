@@ -737,6 +737,12 @@ def mxfp4() -> Iterator[Case]:
         ("another quant_method", quantization(quant_method="fp8"), ("quantization_config", "fp8")),
         ("a group of 64", group(group_size=64), ("quantization_config", "group_size")),
         ("8 bits", group(num_bits=8), ("quantization_config", "num_bits")),
+        ("a list of groups", quantization(config_groups=[4]), ("quantization_config.config_groups", "[4]")),
+        (
+            "a group without weights",
+            quantization(config_groups={"group_0": {}}),
+            ("quantization_config group_0 has {'num_bits': None",),
+        ),
     ):
         yield Case(what, "k3-mxfp4", change, words)
     for what, name in (("one code changed", packed), ("one scale changed", scale)):
