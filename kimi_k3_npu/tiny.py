@@ -85,12 +85,25 @@ def write_tiny(folder: Path, *, seed: int = 0, storage: TinyFormat = "mxfp4") ->
     if folder.is_dir() and any(folder.iterdir()):
         raise KimiK3Error(f"{folder}: not empty, and nothing is overwritten; give a new folder")
     raw = tiny_config(storage)
-    tensors = list(export_tensors(_random_model(raw, seed), mxfp4_experts=storage == "mxfp4"))
+    write_weights(folder, _random_model(raw, seed), mxfp4_experts=storage == "mxfp4")
+    write_settings(folder, raw)
+
+
+def write_weights(folder: Path, model: KimiK3ForCausalLM, *, mxfp4_experts: bool = True) -> None:
+    """Write the weights of a small model in two shards and their index. The folder is made if need be."""
+    tensors = list(export_tensors(model, mxfp4_experts=mxfp4_experts))
     folder.mkdir(parents=True, exist_ok=True)
     write_checkpoint(tensors, folder, shard_bytes=-(-sum(tensor.nbytes for _, tensor in tensors) // 2))
+
+
+def write_settings(folder: Path, raw: dict[str, Any]) -> None:
+    """Write what a checkpoint has beside its weights: the tokenizer, how to generate, how images are prepared if it
+    takes any, and `raw` as its `config.json`. The folder is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
     tiny_tokenizer().save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config())
-    _write_json(folder / "preprocessor_config.json", _preprocessor_config())
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(raw["text_config"]["max_position_embeddings"]))
+    if raw["vision_config"]:
+        _write_json(folder / "preprocessor_config.json", _preprocessor_config())
     _write_json(folder / "generation_config.json", _token_ids())
     _write_json(folder / "config.json", raw)
 
@@ -127,7 +140,7 @@ def _token_ids() -> dict[str, int]:
     return {"bos_token_id": _id("[BOS]"), "eos_token_id": _id("<|end_of_msg|>"), "pad_token_id": _id("[PAD]")}
 
 
-def _tokenizer_config() -> dict[str, Any]:
+def _tokenizer_config(longest: int) -> dict[str, Any]:
     return {
         "tokenizer_class": "KimiK3Tokenizer",
         "bos_token": "[BOS]",
@@ -135,7 +148,7 @@ def _tokenizer_config() -> dict[str, Any]:
         "pad_token": "[PAD]",
         "unk_token": "[UNK]",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": _TEXT["max_position_embeddings"],
+        "model_max_length": longest,
     }
 
 
