@@ -10,7 +10,7 @@ Functions return new states and never write to the ones they are given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,10 @@ from kimi_k3_npu.ops.fused_kda import CHUNK, Chunked, Gate, chunk, gate, refuse_
 from kimi_k3_npu.ops.limits import takes_anything
 from kimi_k3_npu.ops.registry import define, npu_kernel, reference
 from kimi_k3_npu.ops.select import Candidate, Choice, choose
+
+#: Decay beyond exp(LEAST) = 4e-31 is taken as that. It weighs nothing beside what a token writes itself, and what it
+#: multiplies stays clear of subnormal numbers, on which a CPU is tens of times slower.
+LEAST = -70.0
 
 
 @define("short_conv(Tensor x, Tensor weight, Tensor window, SymInt[] seq_lens) -> (Tensor, Tensor)")
@@ -126,58 +130,33 @@ def kda_chunk(
     (the WY form of the delta rule). Everything but the chain of states from chunk to chunk is done for all chunks at
     once.
     """
-    return _chunked(q, k, v, g, beta, state, seq_lens, _solve)
-
-
-def _solve(lower: Tensor, right: Tensor) -> Tensor:
-    """x of (I + tril(lower, -1)) x = right; lower [..., C, C], right and x [..., C, n]."""
-    # with unitriangular=True the diagonal is taken as 1 and nothing above it is read
-    return torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
-
-
-def _chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    seq_lens: Sequence[int],
-    solve: Callable[[Tensor, Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:
     v = v.float()
     if not q.shape[0]:
         return torch.zeros_like(v), state.clone()
     chunks = [-(-n // CHUNK) for n in seq_lens]
     q, k, v, g, beta = (_into_chunks(x, seq_lens, chunks) for x in (q, k, v, g, beta.unsqueeze(-1)))  # [N, h, C, .]
-    since_start = g.cumsum(dim=-2)
-    until_end = _reverse_exclusive_cumsum(g)
-    scores, attention = _decayed_products(torch.stack([k, q]), k, g)  # each [N, h, C, C]
+    (scores, attention), until, after = _decayed_products((k, q), k, g)
 
-    decayed_k, decayed_q = k * since_start.exp(), q * since_start.exp()
-    solved = solve(beta * scores, beta * torch.cat([v, decayed_k], dim=-1))
-    own_writes, state_reads = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    decay = _exp(until)
+    inverse = unit_lower_inverse(beta * scores)
+    own_writes, state_reads = inverse @ (beta * v), inverse @ (beta * decay * k)
     writes, from_state, states = _chain(
-        torch.cat([state_reads, decayed_q], dim=-2),
-        own_writes,
-        k * until_end.exp(),
-        since_start[..., -1, :],
-        state,
-        chunks,
+        torch.cat([state_reads, decay * q], dim=-2), own_writes, k * _exp(after), decay[..., -1, :], state, chunks
     )
     return _out_of_chunks(from_state + attention @ writes, seq_lens, chunks), states
 
 
 def _chain(
-    reads: Tensor, own_writes: Tensor, outgoing_k: Tensor, total_decay: Tensor, state: Tensor, chunks: Sequence[int]
+    reads: Tensor, own_writes: Tensor, outgoing_k: Tensor, decay: Tensor, state: Tensor, chunks: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Carry the states from chunk to chunk: the only sequential part.
 
-    reads [N, h, 2C, K] = what each chunk takes from its incoming state, first for its writes, then for its outputs.
+    reads [N, h, 2C, K] = what each chunk takes from its incoming state, first for its writes, then for its outputs;
+    outgoing_k [N, h, C, K] = keys as the chunk's end sees them; decay [N, h, K] = what a chunk leaves of its state.
     Returns the writes u [N, h, C, V], the outputs' share that comes from the state [N, h, C, V], and the final states.
     """
     size = own_writes.shape[-2]
-    decay = total_decay.exp().unsqueeze(-1)  # [N, h, K, 1]
+    decay = decay.unsqueeze(-1)  # [N, h, K, 1]
     writes, outputs, finals = [], [], []
     for s, own in enumerate(_token_ranges(chunks)):
         current = state[s]
@@ -191,26 +170,40 @@ def _chain(
     return torch.stack(writes), torch.stack(outputs), torch.stack(finals)
 
 
-def _decayed_products(rows: Tensor, columns: Tensor, g: Tensor) -> Tensor:
-    """sum_k rows_ik exp(G_i - G_j) columns_jk for j <= i, zero above; rows [..., N, h, C, K], result [..., N, h, C, C].
+def _decayed_products(rows: Sequence[Tensor], columns: Tensor, g: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+    """sum_k r_ik exp(G_i - G_j) columns_jk for j <= i, zero above, of each r in `rows`; and the sums of g over each
+    chunk until a token, itself included, and after it. Rows, columns, g and sums [N, h, C, K], products [N, h, C, C].
 
     exp(G_i - G_j) is split at a point m between j and i into exp(G_i - G_m) exp(G_m - G_j). Both factors are at most
     1, so nothing overflows however strong the decay is, bounded gate or not. Two neighbouring blocks of tokens share
-    such a point, their border; halving the blocks from C/2 down to single tokens covers every pair, with one batched
-    product a size. Sums of g never reach past a block, which keeps nearby tokens as exact as the recurrence keeps
-    them.
+    such a point, their border; doubling the blocks from single tokens to C/2 covers every pair, with one batched
+    product a size, and the sums within blocks grow along. None reaches past its block, which keeps nearby tokens as
+    exact as the recurrence keeps them.
     """
-    size = columns.shape[-2]
-    products = torch.diag_embed((rows * columns).sum(dim=-1))
-    block = size // 2
-    while block:
-        pairs = (size // (2 * block), 2, block)
-        g_early, g_late = g.unflatten(-2, pairs).unbind(-3)  # [N, h, pairs, block, K]
-        late = rows.unflatten(-2, pairs)[..., 1, :, :] * g_late.cumsum(dim=-2).exp()
-        early = columns.unflatten(-2, pairs)[..., 0, :, :] * _reverse_exclusive_cumsum(g_early).exp()
-        _diagonal_blocks(products, 2 * block)[..., block:, :block] = late @ early.transpose(-1, -2)
-        block //= 2
-    return products
+    products = [torch.diag_embed((r * columns).sum(dim=-1)) for r in rows]
+    until, after = g.unsqueeze(-2), torch.zeros_like(g).unsqueeze(-2)  # within blocks, [N, h, C/block, block, K]
+    block = 1
+    while block < g.shape[-2]:
+        (early_until, late_until), (early_after, late_after) = _pairs(until), _pairs(after)
+        since_border, before_border = _exp(late_until), _exp(early_after)
+        early = (_pairs(columns.unflatten(-2, (-1, block)))[0] * before_border).transpose(-1, -2)
+        for product, r in zip(products, rows, strict=True):
+            late = _pairs(r.unflatten(-2, (-1, block)))[1] * since_border
+            _diagonal_blocks(product, 2 * block)[..., block:, :block] = late @ early
+        until = torch.cat([early_until, late_until + early_until[..., -1:, :]], dim=-2)
+        after = torch.cat([early_after + late_until[..., -1:, :], late_after], dim=-2)
+        block *= 2
+    return products, until.squeeze(-3), after.squeeze(-3)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """exp(x) for x <= 0, but never below exp(LEAST)."""
+    return x.clamp(min=LEAST).exp()
+
+
+def _pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the second of each pair of neighbours: [..., 2n, i, j] -> two of [..., n, i, j]."""
+    return blocks[..., ::2, :, :], blocks[..., 1::2, :, :]
 
 
 def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
@@ -227,19 +220,17 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     another order. The shorter way, by powers of L, is not: its terms can outgrow the result by orders of magnitude.
     """
     size = lower.shape[-1]
-    inverse = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(lower).clone()
+    inverses = lower.new_ones(*lower.shape[:-1], 1, 1)  # of the blocks on the diagonal, [..., C/block, block, block]
     block = 1
     while block < size:
-        halves = _diagonal_blocks(inverse, 2 * block)
+        first, second = _pairs(inverses)
         coupling = _diagonal_blocks(lower, 2 * block)[..., block:, :block]
-        halves[..., block:, :block] = -halves[..., block:, block:] @ coupling @ halves[..., :block, :block]
+        inverses = lower.new_zeros(*first.shape[:-2], 2 * block, 2 * block)
+        inverses[..., :block, :block] = first
+        inverses[..., block:, block:] = second
+        inverses[..., block:, :block] = -second @ coupling @ first
         block *= 2
-    return inverse
-
-
-def _reverse_exclusive_cumsum(x: Tensor) -> Tensor:
-    """For each token the sum over the later ones of its block, [..., n, K]."""
-    return x.flip(-2).cumsum(dim=-2).flip(-2) - x
+    return inverses.squeeze(-3)
 
 
 def _into_chunks(x: Tensor, seq_lens: Sequence[int], chunks: Sequence[int]) -> Tensor:
@@ -251,7 +242,7 @@ def _into_chunks(x: Tensor, seq_lens: Sequence[int], chunks: Sequence[int]) -> T
         padded = torch.cat(
             [F.pad(part, (0, 0, 0, 0, 0, c * CHUNK - n)) for part, n, c in zip(parts, seq_lens, chunks, strict=True)]
         )
-    return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+    return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
 
 
 def _out_of_chunks(x: Tensor, seq_lens: Sequence[int], chunks: Sequence[int]) -> Tensor:
@@ -295,13 +286,6 @@ def choose_chunk(case: Chunked) -> Choice:
     return choose("kda_chunk", CHUNKED, case)
 
 
-def composed_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, seq_lens: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """The reference without torch.linalg.solve_triangular, which an NPU does not have."""
-    return _chunked(q, k, v, g, beta, state, seq_lens, lambda lower, right: unit_lower_inverse(lower) @ right)
-
-
 #: In order of preference.
 GATE: tuple[Candidate[Gate], ...] = (
     Candidate("sgl_kda_gate", refuse_gate, gate),
@@ -309,5 +293,5 @@ GATE: tuple[Candidate[Gate], ...] = (
 )
 CHUNKED: tuple[Candidate[Chunked], ...] = (
     Candidate("sgl_chunk_kda_fwd", refuse_chunk, chunk),
-    Candidate("composed", takes_anything, composed_chunk),
+    Candidate("composed", takes_anything, reference("kda_chunk")),
 )

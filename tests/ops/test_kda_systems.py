@@ -1,4 +1,4 @@
-"""The chunked delta rule as an NPU composes it: with its own solution of the triangular systems."""
+"""The chunked delta rule solves a triangular system a chunk: the inverse by blocks, and systems that are hard."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k3_npu.ops.kda import composed_chunk, kda_chunk, l2_norm, unit_lower_inverse
+from kimi_k3_npu.ops.kda import kda_chunk, kda_recurrent, l2_norm, unit_lower_inverse
 
 SYSTEMS = {
     "none": lambda C: torch.zeros(2, C, C),
@@ -33,13 +33,13 @@ DECAYS = {"none": 0.0, "weak": -0.02, "K3's strongest": -5.0, "Kimi-Linear's": -
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("seq_lens", [[], [0], [1], [64, 3], [130, 0, 65]], ids=str)
-def test_composed_is_the_reference(seq_lens: list[int], decay: str) -> None:
+def test_chunks_are_the_recurrence(seq_lens: list[int], decay: str) -> None:
     T, h, K, V = sum(seq_lens), 3, 16, 24
     q, k = l2_norm(torch.randn(T, h, K)) * K**-0.5, l2_norm(torch.randn(T, h, K))
     k[: T // 2] = k[:1]  # the same key again and again: the hardest systems
     g = DECAYS[decay] * torch.rand(T, h, K)
     inputs = q, k, torch.randn(T, h, V), g, torch.rand(T, h), torch.randn(len(seq_lens), h, K, V), seq_lens
-    for got, want in zip(composed_chunk(*inputs), kda_chunk(*inputs), strict=True):
+    for got, want in zip(kda_chunk(*inputs), kda_recurrent(*inputs), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
