@@ -16,7 +16,7 @@ from kimi_k3_npu.checkpoint.folder import SHARD_PATTERNS
 from kimi_k3_npu.checkpoint.forms import INT4X2, MXFP4
 from kimi_k3_npu.checkpoint.names import ROTATION, VISION_PREFIXES, normalise
 from kimi_k3_npu.checkpoint.plan import Assignment, plan_loading, records_of
-from kimi_k3_npu.checkpoint.reader import Checkpoint
+from kimi_k3_npu.checkpoint.reader import Checkpoint, collector_paused
 from kimi_k3_npu.checkpoint.storage import ExpertWeights, Storage, StorageName, read_storage
 from kimi_k3_npu.checkpoint.stream import bytes_to_read, read_weights
 from kimi_k3_npu.config import MXFP4_GROUP, KimiK3Config
@@ -34,6 +34,7 @@ Progress = Callable[[int, int], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@collector_paused()
 def load_model(
     path: str | Path,
     *,
@@ -158,9 +159,9 @@ def file_notes(checkpoint: Checkpoint) -> Iterator[Fault]:
         if any(fnmatchcase(name, pattern) for pattern in SHARD_PATTERNS):
             yield Fault("not part of the checkpoint", name, "looks like a shard, but the index does not name it")
     for file, metadata in checkpoint.metadata.items():
-        total = metadata.get("total_size", checkpoint.total_bytes)
-        if total != checkpoint.total_bytes:
-            yield Fault("wrong total", file, f"total_size is {total}, the tensors have {checkpoint.total_bytes} bytes")
+        if "total_size" in metadata and metadata["total_size"] != (found := checkpoint.total_bytes):
+            detail = f"total_size is {metadata['total_size']}, the tensors have {found} bytes"
+            yield Fault("wrong total", file, detail)
 
 
 def warn_of(folder: Path, notes: Iterable[Fault]) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from kimi_k3_npu.checkpoint.forms import W4A8, W8A8
 from kimi_k3_npu.checkpoint.names import FP32_NAMES, ROTATION, NameMap, Target, normalise, published_name
+from kimi_k3_npu.checkpoint.reader import collector_paused
 from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.errors import Fault
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
@@ -58,6 +59,7 @@ class LoadPlan:
     notes: list[Fault] = field(default_factory=list)
 
 
+@collector_paused()
 def plan_loading(
     model: KimiK3ForCausalLM,
     tensors: Mapping[str, TensorInfo],

@@ -27,8 +27,8 @@ __all__ = ["Checkpoint", "ReadRequest", "TensorEntry"]
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keep Python's garbage collector away: opening makes millions of objects and no garbage for it to look for."""
+def collector_paused() -> Iterator[None]:
+    """Keep Python's garbage collector away from what makes millions of objects and no garbage for it to look for."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -64,7 +64,7 @@ class Checkpoint:
     unindexed_files: tuple[str, ...]
 
     @classmethod
-    @_collector_paused()
+    @collector_paused()
     def open(cls, path: str | Path) -> Checkpoint:
         """Open the checkpoint in folder `path`: the shards that its index names, else the files with the usual names.
 
