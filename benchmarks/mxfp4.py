@@ -1,10 +1,11 @@
 """How fast is MXFP4 expanded to bfloat16 on a CPU, beside the library that engines use and a plain copy?
 
 One expert's w1 of Kimi-K3, [3072, 3584], one thread. The three take turns in one process; medians, in gigabytes of the
-result a second. Both expansions must give the same values. Needs compressed-tensors (requirements/bench.txt):
+result a second. Both expansions must give the same values. Needs compressed-tensors (requirements/bench.txt); `make
+bench` installs it, and so do
 
     pip install --no-deps --target build/bench -r requirements/bench.txt
-    PYTHONPATH=build/bench python benchmarks/mxfp4.py [--rounds 15] [--json FILE]
+    PYTHONPATH=build/bench python benchmarks/mxfp4.py [--rounds 15] [--out FILE]
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from machine import described, machine
 from torch import Tensor
 
 from kimi_k3_npu.ops.quant import mxfp4_dequantize_into
 
+RESULTS = Path(__file__).parent / "results" / "mxfp4.json"
 ROWS, INPUTS = 3072, 3584
 
 
@@ -61,19 +64,22 @@ def measure(rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="file to write the numbers to")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file; results/mxfp4.json if not given")
     options = parser.parse_args()
     if importlib.util.find_spec("compressed_tensors") is None:
-        sys.exit("compressed-tensors is not installed; see requirements/bench.txt")
+        sys.exit("compressed-tensors is not installed; run `make bench`, or see requirements/bench.txt")
     torch.set_num_threads(1)
     speeds = measure(options.rounds)
     result = {
+        "machine": machine(),
+        "rounds": options.rounds,
         "gigabytes_per_second": speeds,
         "times_compressed_tensors": speeds["ours"] / speeds["compressed_tensors"],
         "share_of_copy": speeds["ours"] / speeds["copy"],
     }
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(described())
     for name, speed in speeds.items():
         print(f"{name:<19} {speed:>7.3f} GB/s")
     print(f"times faster than compressed-tensors   {result['times_compressed_tensors']:.1f}   (to be at least 15)")
