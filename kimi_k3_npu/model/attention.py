@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.model.cache import ModelCache
-from kimi_k3_npu.ops.attention import causal_attention, latent_attention
-from kimi_k3_npu.ops.kda import kda_chunk, kda_gate, kda_recurrent, kda_step, l2_norm, short_conv
+from kimi_k3_npu.ops.attention import causal_attention, consecutive, latent_attention
+from kimi_k3_npu.ops.kda import kda_chunk, kda_gate, kda_recurrent, kda_step, normed_qkv, short_conv
 
 if TYPE_CHECKING:
     from kimi_k3_npu.model.kda import KimiDeltaAttention
@@ -81,14 +81,10 @@ class CachedAttention:
         self._expanded = (
             _expanding_is_cheaper(cache, self.query_lens, self.kv_lens) if form == "auto" else form == "expanded"
         )
-        self._slot_index = torch.tensor(self.slots, dtype=torch.long, device=cache.device)
-        self._rows = torch.cat(
-            [
-                torch.arange(slot * cache.capacity + end - n, slot * cache.capacity + end, device=cache.device)
-                for slot, n, end in zip(self.slots, self.query_lens, self.kv_lens, strict=True)
-            ]
-            or [torch.empty(0, dtype=torch.long, device=cache.device)]
-        )
+        self._own = _slice_or_index(self.slots, cache.device)
+        ends = ((slot * cache.capacity + end, n) for slot, n, end in zip(slots, query_lens, self.kv_lens, strict=True))
+        rows = [row for end, n in ends for row in range(end - n, end)]
+        self._rows = torch.tensor(rows, dtype=torch.long, device=cache.device)
 
     @property
     def wants_expanded(self) -> bool:
@@ -124,20 +120,16 @@ class CachedAttention:
 
     def kda(self, layer: KimiDeltaAttention, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
         windows, states = self.cache.kda_pools(layer.index)
-        index = self._slot_index
-        mixed, window = short_conv(mixed_qkv, layer.conv_weight, windows[index], self.query_lens)
-        q, k, v = mixed.unflatten(-1, (3, layer.num_heads, layer.head_dim)).unbind(1)  # each [T, h, d]
-        q, k = l2_norm(q) * layer.head_dim**-0.5, l2_norm(k)
+        mixed, windows[self._own] = short_conv(mixed_qkv, layer.conv_weight, windows[self._own], self.query_lens)
+        q, k, v = normed_qkv(mixed, layer.num_heads)
         g = kda_gate(forget_gate, layer.A_log, layer.dt_bias.view(layer.num_heads, -1), layer.gate_lower_bound)
-        inputs = (q, k, v, g, beta.float().sigmoid(), states[index])
+        inputs = (q, k, v, g, beta.float().sigmoid(), states[self._own])
         if all(n == 1 for n in self.query_lens):
-            o, state = kda_step(*inputs)
+            o, states[self._own] = kda_step(*inputs)
         elif self._kda_form == "recurrent":
-            o, state = kda_recurrent(*inputs, self.query_lens)
+            o, states[self._own] = kda_recurrent(*inputs, self.query_lens)
         else:
-            o, state = kda_chunk(*inputs, self.query_lens)
-        windows.index_copy_(0, index, window)
-        states.index_copy_(0, index, state)
+            o, states[self._own] = kda_chunk(*inputs, self.query_lens)
         return o
 
     def _write(self, layer: int, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,6 +137,13 @@ class CachedAttention:
         latent.view(-1, latent.shape[-1]).index_copy_(0, self._rows, kv_latent.to(latent.dtype))
         rope.view(-1, rope.shape[-1]).index_copy_(0, self._rows, k_rope.to(rope.dtype))
         return latent, rope
+
+
+def _slice_or_index(slots: Sequence[int], device: torch.device) -> slice | Tensor:
+    """What picks the slots from a pool: a view of it where they follow one another, else a copy."""
+    if consecutive(slots):
+        return slice(slots[0], slots[0] + len(slots))
+    return torch.tensor(slots, dtype=torch.long, device=device)
 
 
 def _expanding_is_cheaper(cache: ModelCache, query_lens: Sequence[int], kv_lens: Sequence[int]) -> bool:

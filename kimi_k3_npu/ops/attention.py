@@ -19,8 +19,9 @@ from kimi_k3_npu.ops.limits import takes_anything
 from kimi_k3_npu.ops.registry import define, npu_kernel, reference
 from kimi_k3_npu.ops.select import Candidate, Choice, choose
 
-#: Query rows are taken in blocks so that the scores of one block stay below this many elements (fp32: 64 MiB).
-MAX_SCORES = 1 << 24
+#: Query rows are taken in blocks: BLOCK rows, which meet no keys that are ahead of all of them, or fewer so that the
+#: scores of one block stay below MAX_SCORES elements (fp32: 64 MiB).
+BLOCK, MAX_SCORES = 128, 1 << 24
 
 
 @define(
@@ -59,7 +60,7 @@ def latent_attention(
     has kv_lens[s] rows in slot slots[s], its own query_lens[s] new ones included. Returns [T, h, R].
     """
     q = torch.cat([q_latent, q_rope], dim=-1)
-    if all(n == 1 for n in query_lens) and _consecutive(slots):
+    if all(n == 1 for n in query_lens) and consecutive(slots):
         return _decode_batch(q, latent_pool, rope_pool, slots, kv_lens, scale)
     outputs = [q_latent.new_empty(0, *q_latent.shape[1:])]
     for queries, slot, length in zip(q.split(list(query_lens)), slots, kv_lens, strict=True):
@@ -73,15 +74,15 @@ def latent_attention(
 def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """One sequence: q [n, h, D], keys [h or 1, D, L], values [h or 1, L, V] -> [n, h, V]; softmax in fp32."""
     total, length, heads = q.shape[0], keys.shape[-1], q.shape[1]
-    rows = max(1, min(total, MAX_SCORES // (heads * length)))
+    rows = max(1, min(total, BLOCK, MAX_SCORES // (heads * length)))
+    ahead = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
     outputs = []
     for start in range(0, total, rows):
         block = q[start : start + rows].transpose(0, 1)  # [h, b, D]
         visible = length - total + min(start + rows, total)
         scores = (block @ keys[..., :visible]).float() * scale
-        ahead = torch.ones(block.shape[1], block.shape[1], dtype=torch.bool, device=q.device).triu(1)
-        own = scores[..., visible - block.shape[1] :]
-        own.masked_fill_(ahead, float("-inf"))
+        size = block.shape[1]
+        scores[..., visible - size :].masked_fill_(ahead[:size, :size], float("-inf"))
         outputs.append((scores.softmax(dim=-1).to(values.dtype) @ values[:, :visible]).transpose(0, 1))
     return torch.cat(outputs)
 
@@ -106,7 +107,8 @@ def _decode_batch(
     return scores.softmax(dim=-1).to(latent.dtype) @ latent
 
 
-def _consecutive(slots: Sequence[int]) -> bool:
+def consecutive(slots: Sequence[int]) -> bool:
+    """Whether there are slots and each follows the one before, so that a slice of a pool holds them."""
     return len(slots) > 0 and list(slots) == list(range(slots[0], slots[0] + len(slots)))
 
 

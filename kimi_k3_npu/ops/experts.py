@@ -8,12 +8,11 @@ nothing.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_k3_npu.ops.device import current
@@ -93,24 +92,38 @@ def by_expert(
     Matrix libraries take odd numbers of rows through other kernels, which round differently. In a batch an expert's
     rows are therefore filled up to a multiple of ROWS, so that no token's result depends on where the others went.
     """
-    top_k, fill = ids.shape[1], ROWS if x.shape[0] > 1 else 1
-    order = ids.flatten().argsort(stable=True)
-    sorted_ids = ids.flatten()[order]
-    bounds = torch.searchsorted(
-        sorted_ids, torch.arange(first, first + count + 1, dtype=ids.dtype, device=ids.device)
-    ).tolist()
-    tokens = (order // top_k)[bounds[0] : bounds[-1]]
-    rows = x[tokens]
-    outputs = [
-        expert(e, F.pad(rows[start - bounds[0] : end - bounds[0]], (0, 0, 0, (start - end) % fill)))[: end - start]
-        for e, (start, end) in enumerate(pairwise(bounds))
-        if end > start
-    ]
-    total = x.float().new_zeros(x.shape)
-    if outputs:
-        shares = weights.flatten()[order[bounds[0] : bounds[-1]]].unsqueeze(-1)
-        total = total.index_add(0, tokens, torch.cat(outputs).float() * shares)
-    return total.to(x.dtype)
+    if x.shape[0] == 1:
+        return _one_token(x, weights[0], ids[0].tolist(), first, count, expert)
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    edges = torch.arange(first, first + count + 1, dtype=ids.dtype, device=ids.device)
+    bounds = torch.searchsorted(flat[order], edges)  # [E + 1]
+    order = order[bounds[0] : bounds[-1]]
+    if not order.shape[0]:
+        return torch.zeros_like(x)
+    hits, padded = bounds.diff(), -(bounds.diff() // -ROWS) * ROWS  # [E] rows of each expert, without and with filling
+    ends = padded.cumsum(0)
+    places = torch.arange(order.shape[0], device=x.device) + (
+        ends - padded - bounds[:-1] + bounds[0]
+    ).repeat_interleave(hits)
+
+    tokens, ends = order // ids.shape[1], [0, *ends.tolist()]
+    rows = x.new_zeros(ends[-1], x.shape[1]).index_copy(0, places, x[tokens])
+    outputs = torch.cat([expert(e, rows[start:end]) for e, (start, end) in enumerate(pairwise(ends)) if end > start])
+    shares = weights.flatten()[order].unsqueeze(-1)
+    return x.float().new_zeros(x.shape).index_add(0, tokens, outputs[places].float() * shares).to(x.dtype)
+
+
+def _one_token(
+    x: Tensor, weights: Tensor, ids: Sequence[int], first: int, count: int, expert: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """`by_expert` of x [1, H], weights [k]: nothing to sort and nothing to fill up."""
+    held = [(choice, e - first) for choice, e in enumerate(ids) if first <= e < first + count]
+    if not held:
+        return torch.zeros_like(x)
+    outputs = torch.cat([expert(e, x) for _, e in held]).float()  # [k held here, H]
+    shares = weights if len(held) == len(ids) else weights[[choice for choice, _ in held]]
+    return (shares @ outputs).unsqueeze(0).to(x.dtype)
 
 
 @npu_kernel("moe_experts")

@@ -36,13 +36,14 @@ def short_conv(x: Tensor, weight: Tensor, window: Tensor, seq_lens: Sequence[int
     """
     if not x.shape[0]:
         return torch.empty_like(x), window.clone()
-    width = weight.shape[1]
-    columns = weight.t()  # [W, c]
 
     def convolve(history: Tensor, tokens: int) -> Tensor:  # [..., W-1+n, c] -> [..., n, c]
-        y = history[..., :tokens, :] * columns[0]
-        for j in range(1, width):
-            y = torch.addcmul(y, history[..., j : j + tokens, :], columns[j])
+        if tokens == 1:
+            return F.silu((history * weight.t()).sum(dim=-2, keepdim=True))
+        first, *columns = weight.t().contiguous()  # W of [c]
+        y = history[..., :tokens, :] * first
+        for j, column in enumerate(columns, start=1):
+            y = torch.addcmul(y, history[..., j : j + tokens, :], column)
         return F.silu(y)
 
     if _uniform(seq_lens):
@@ -73,6 +74,13 @@ def l2_norm(x: Tensor) -> Tensor:
     """x * rsqrt(sum(x^2) + 1e-6) over the last dimension, in fp32."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)
+
+
+def normed_qkv(mixed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The convolved [T, 3hd] -> q, k, v [T, h, d]: q and k of unit length in fp32, q scaled by d^-0.5."""
+    mixed = mixed.unflatten(-1, (3, heads, -1))
+    q, k = l2_norm(mixed[:, :2]).unbind(1)
+    return q * mixed.shape[-1] ** -0.5, k, mixed[:, 2]
 
 
 @define("kda_step(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state) -> (Tensor, Tensor)")

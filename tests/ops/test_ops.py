@@ -244,10 +244,17 @@ def causal_mask(queries: int, keys: int) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
-@pytest.mark.parametrize("max_scores", [attention_module.MAX_SCORES, 200, 1])
-def test_causal_attention(monkeypatch: pytest.MonkeyPatch, max_scores: int) -> None:
-    """Whole or in blocks of query rows; 200 scores are 3 rows of the longest sequence here."""
-    monkeypatch.setattr(attention_module, "MAX_SCORES", max_scores)
+@pytest.fixture(params=["whole", "blocks of 2 rows", "200 scores, 3 rows of the longest", "1 score"])
+def query_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query rows taken together."""
+    whole = (attention_module.BLOCK, attention_module.MAX_SCORES)
+    sizes = {"blocks of 2 rows": (2, whole[1]), "200 scores, 3 rows of the longest": (64, 200), "1 score": (64, 1)}
+    for name, size in zip(("BLOCK", "MAX_SCORES"), sizes.get(request.param, whole), strict=True):
+        monkeypatch.setattr(attention_module, name, size)
+
+
+@pytest.mark.usefixtures("query_blocks")
+def test_causal_attention() -> None:
     heads, D, V = 2, 6, 5
     q, k, v = torch.randn(sum(QUERIES), heads, D), torch.randn(sum(KEYS), heads, D), torch.randn(sum(KEYS), heads, V)
     out = causal_attention(q, k, v, QUERIES, KEYS, 0.3)
@@ -264,10 +271,9 @@ def pools(slots: int = 5, capacity: int = 40, R: int = 7, r: int = 3) -> tuple[T
     return torch.randn(slots, capacity, R), torch.randn(slots, capacity, r)
 
 
-@pytest.mark.parametrize("max_scores", [attention_module.MAX_SCORES, 200, 1])
-def test_latent_attention_is_the_expanded_form(monkeypatch: pytest.MonkeyPatch, max_scores: int) -> None:
+@pytest.mark.usefixtures("query_blocks")
+def test_latent_attention_is_the_expanded_form() -> None:
     """Absorbing W_kc into the query and W_vc into the output changes the order of products, not the function."""
-    monkeypatch.setattr(attention_module, "MAX_SCORES", max_scores)
     heads, n, r, R, v = 2, 4, 3, 7, 5
     slots = [4, 0, 3, 1]
     latent, rope = pools(R=R, r=r)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.engines.sglang import symbols as engine
-from kimi_k3_npu.ops.kda import kda_chunk, kda_gate, kda_step, l2_norm, short_conv
+from kimi_k3_npu.ops.kda import kda_chunk, kda_gate, kda_step, normed_qkv, short_conv
 
 
 class TorchKdaBackend(engine.MambaAttnBackendBase):
@@ -102,9 +102,9 @@ def _prepare(
     """q, k, v, g, beta of `kda_step` and `kda_chunk`, and the next windows."""
     h, d = layer.num_k_heads, layer.head_k_dim
     mixed, windows = short_conv(mixed_qkv, layer.conv_weights, windows, lengths)
-    q, k, v = mixed.unflatten(-1, (3, h, d)).unbind(1)
+    q, k, v = normed_qkv(mixed, h)
     gate = kda_gate(a.reshape(-1, h, d), layer.A_log, layer.dt_bias.view(h, d), layer.lower_bound)
-    return [l2_norm(q) * d**-0.5, l2_norm(k), v.float(), gate, b[0].float().sigmoid()], windows
+    return [q, k, v, gate, b[0].float().sigmoid()], windows
 
 
 def _store(pool: Any, slots: Tensor, windows: Tensor, states: Tensor) -> None:
