@@ -25,6 +25,7 @@ from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
+from kimi_k3_npu.parallel.shard import layers
 
 __all__ = ["VISION_PREFIXES", "ExpertWeights", "Progress", "load_model", "load_weights"]
 
@@ -137,6 +138,8 @@ def load_weights(
         pass  # what is wrong with them is said before all is read
     if faults:
         raise CheckpointError.from_faults(checkpoint.folder, faults)
+    for _, layer in layers(model):
+        layer.restore()
     store, done, total = _Store(model), 0, bytes_to_read(checkpoint, plan.assignments)
 
     def count(nbytes: int) -> None:

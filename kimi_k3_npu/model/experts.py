@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kimi_k3_npu.config import MXFP4_GROUP, TextConfig
 from kimi_k3_npu.ops.experts import moe_experts, moe_experts_mxfp4
-from kimi_k3_npu.ops.experts_int4 import moe_experts_int4_group, moe_experts_w4a8
+from kimi_k3_npu.ops.experts_int4 import moe_experts_int4_group, moe_experts_w4a8, w4a8_layout
+from kimi_k3_npu.ops.formats import mxfp4_layout
 from kimi_k3_npu.parallel.mesh import Mesh
 from kimi_k3_npu.parallel.shard import Layer, Piece, Slices
 
@@ -85,6 +86,11 @@ class PackedExperts(Experts):
         "_scale": Stored(torch.uint8, columns=MXFP4_GROUP),
     }
 
+    def prepare(self) -> None:
+        """Lay the codes out for this device's products."""
+        for name in ("w13_packed", "w2_packed"):
+            self.lay_out(name, mxfp4_layout(self.get_parameter(name)))
+
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         matrices = (self.w13_packed, self.w13_scale, self.w2_packed, self.w2_scale)
         return moe_experts_mxfp4(x, weights, ids, *matrices, self.first, *self.betas)
@@ -98,6 +104,13 @@ class W4A8Experts(Experts):
         "_scale": Stored(torch.float32, columns=0),
         "_bias": Stored(torch.float32, columns=0),
     }
+
+    def prepare(self) -> None:
+        """Lay the matrices out for this device's products."""
+        for matrix in ("w13", "w2"):
+            names = [matrix + suffix for suffix in self.stored]
+            for name, values in zip(names, w4a8_layout(*map(self.get_parameter, names)), strict=True):
+                self.lay_out(name, values)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         matrices = (self.w13, self.w13_scale, self.w13_bias, self.w2, self.w2_scale, self.w2_bias)

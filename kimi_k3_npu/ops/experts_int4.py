@@ -34,7 +34,7 @@ from kimi_k3_npu.ops.int4 import (
 )
 from kimi_k3_npu.ops.limits import HALVES, takes_anything, wrong_dtype
 from kimi_k3_npu.ops.quant import E2M1
-from kimi_k3_npu.ops.registry import define, npu_kernel, reference
+from kimi_k3_npu.ops.registry import define, npu_kernel, npu_layout, reference
 from kimi_k3_npu.ops.select import Candidate, Choice, choose
 from kimi_k3_npu.ops.situ import gated_activation, gated_activation_of_groups
 
@@ -139,6 +139,20 @@ def prepare_w4a8(codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Te
     columns = as_nz(rows_to_columns(codes), False).view(torch.int32)
     bits = scale.transpose(1, 2).contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     return columns, bits, bias.sum(dim=-1)
+
+
+@define("w4a8_layout(Tensor codes, Tensor scale, Tensor bias) -> (Tensor, Tensor, Tensor)")
+def w4a8_layout(codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Published W4A8 matrices as this device's products take them: here the three tensors themselves."""
+    return codes, scale, bias
+
+
+@npu_layout("w4a8_layout")
+def w4a8_layout_npu(codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """By `prepare_w4a8`, but not on an A5, whose product wants them otherwise. What is prepared stays what it is."""
+    if current().soc == "a5" or codes.dtype == torch.int32:
+        return codes, scale, bias
+    return prepare_w4a8(codes, scale, bias)
 
 
 def prepare_int4_group(codes: Tensor, scale: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kimi_k3_npu.ops.device import Device, current
 from kimi_k3_npu.ops.limits import nothing_to_run, takes_anything
-from kimi_k3_npu.ops.registry import define, npu_kernel, reference
+from kimi_k3_npu.ops.registry import define, npu_kernel, npu_layout, reference
 from kimi_k3_npu.ops.select import Candidate, Choice, choose
 
 NZ = 29
@@ -28,6 +28,18 @@ def as_nz(weight: Tensor, fp4: bool) -> Tensor:
     fp4: each byte (uint8) holds two 4-bit floats, which are tiled as such.
     """
     return weight.clone()
+
+
+@define("mxfp4_layout(Tensor packed) -> Tensor")
+def mxfp4_layout(packed: Tensor) -> Tensor:
+    """Packed MXFP4 matrices, u8 [E, N, K/2], as this device's products take them: here `packed` itself."""
+    return packed
+
+
+@npu_layout("mxfp4_layout")
+def mxfp4_layout_npu(packed: Tensor) -> Tensor:
+    """In NZ on an A5; other NPUs have no product for them. What is in NZ already stays what it is."""
+    return packed if current().soc != "a5" or is_nz(packed) else as_nz(packed, True)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ LIBRARY = torch.library.Library("kimi_k3", "DEF")
 #: NPU kernels by operator name. The tests walk it: each needs limits, a contract test and a numeric test.
 NPU_KERNELS: dict[str, Callable] = {}
 
+#: What lays weights out for an NPU's products after loading, by operator name.
+NPU_LAYOUTS: dict[str, Callable] = {}
+
 
 def define(schema: str) -> Callable[[Callable], Callable]:
     """Declare the operator `schema` ("name(Tensor x, ...) -> Tensor") with the decorated function as its reference.
@@ -42,6 +45,20 @@ def npu_kernel(name: str) -> Callable[[Callable], Callable]:
         LIBRARY.impl(name, kernel, "PrivateUse1")
         NPU_KERNELS[name] = kernel
         return kernel
+
+    return bind
+
+
+def npu_layout(name: str) -> Callable[[Callable], Callable]:
+    """Register the decorated function as what operator `name` does to loaded weights on an NPU; returns it unchanged.
+
+    It computes nothing that could be inexact; what it launches on the way is among NPU_KERNELS itself.
+    """
+
+    def bind(layout: Callable) -> Callable:
+        LIBRARY.impl(name, layout, "PrivateUse1")
+        NPU_LAYOUTS[name] = layout
+        return layout
 
     return bind
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kimi_k3_npu.parallel.groups import Group
 
@@ -62,6 +62,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._pieces: dict[str, Mapping[str, Piece]] = {}
+        self._laid_out: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
     def allocate(
         self, name: str, shape: tuple[int, ...], pieces: Piece | Mapping[str, Piece], dtype: torch.dtype | None = None
@@ -78,6 +79,20 @@ class Layer(nn.Module):
     def pieces(self, parameter: str) -> Mapping[str, Piece]:
         """The published pieces of one parameter of this layer, by name ("" when there is only one)."""
         return self._pieces[parameter]
+
+    def lay_out(self, name: str, values: Tensor) -> None:
+        """From now on keep the parameter `name` as `values`: the same, as a device takes them. It may be itself."""
+        parameter = self.get_parameter(name)
+        if values is not parameter:
+            self._laid_out.setdefault(name, (parameter.shape, parameter.dtype))
+            self.register_parameter(name, nn.Parameter(values, requires_grad=False))
+
+    def restore(self) -> None:
+        """Give parameters that were laid out otherwise their own shapes again, for a load to fill; values are lost."""
+        for name, (shape, dtype) in self._laid_out.items():
+            empty = torch.empty(shape, dtype=dtype, device=self.get_parameter(name).device)
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self._laid_out.clear()
 
     def prepare(self) -> None:
         """Derive what is computed once from loaded weights. Called after every load; the default derives nothing."""

@@ -20,7 +20,7 @@ for module in pkgutil.iter_modules(ops.__path__):
 def on_cpu() -> Iterator[None]:
     """Inside the block every operator that has an NPU kernel runs it on CPU tensors."""
     library = torch.library.Library("kimi_k3", "IMPL")
-    for name, kernel in registry.NPU_KERNELS.items():
+    for name, kernel in (registry.NPU_KERNELS | registry.NPU_LAYOUTS).items():
         library.impl(name, kernel, "CPU")
     try:
         yield
