@@ -44,7 +44,7 @@ lint: $(CORE) ## ruff and mypy
 	.venv/bin/mypy kimi_k3_npu
 
 # Launches are counted with torch_npu; what else benchmarks compare with lies in build/bench.
-BENCHMARKS := $(filter-out %/machine.py %/peer.py %/launches.py,$(sort $(wildcard benchmarks/*.py)))
+BENCHMARKS = $(filter-out %/launches.py,$(sort $(shell grep -l __main__ benchmarks/*.py)))
 bench: $(CORE) $(NPU) build/bench/.ready ## run every benchmark; its numbers go to benchmarks/results/
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; PYTHONPATH=build/bench .venv/bin/python $$script; done
 	.venv-npu/bin/python benchmarks/launches.py
