@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +14,10 @@ import torch
 from kimi_k3_npu import KimiK3Config
 from kimi_k3_npu.checkpoint.checksums import Checksums
 from kimi_k3_npu.checkpoint.inspect import inspect
-from kimi_k3_npu.checkpoint.manifest import Extent, expand, load_manifest
+from kimi_k3_npu.checkpoint.manifest import Extent, TensorSpec, expand, load_manifest
 from kimi_k3_npu.checkpoint.stream import non_finite
 from kimi_k3_npu.checkpoint.verify import verify
+from kimi_k3_npu.checkpoint.writer import ShardWriter
 from kimi_k3_npu.cli import main
 from kimi_k3_npu.errors import CheckpointError, ConfigError
 from kimi_k3_npu.parallel.layout import ParallelLayout
@@ -134,6 +136,33 @@ def test_against_a_published_manifest(oracle: Callable[[str], Oracle]) -> None:
     assert (fault.kind, fault.name) == ("another model than the manifest's", "config.json")
     with pytest.raises(ConfigError, match="no manifest 'nothing'; there are: kimi-k3-mxfp4, kimi-k3-w4a8"):
         verify(oracle("k3").folder, against="nothing")
+
+
+@pytest.mark.slow
+def test_the_published_checkpoint_by_its_headers(tmp_path: Path) -> None:
+    """All 497,220 headers in 96 files of holes, of which one tensor is called otherwise."""
+    raw = resource_path("weights", "manifests", "kimi-k3-config.json").read_text()
+    (tmp_path / "config.json").write_text(raw)
+    wanted, found = f"{MOE}experts.895.w2.weight_scale", f"{MOE}experts.895.w2.weight_scales"
+    shards: dict[str, list[TensorSpec]] = {}
+    for spec in expand(load_manifest("kimi-k3-mxfp4"), Extent.of(KimiK3Config.from_hf(json.loads(raw)))):
+        layer = spec.name.partition(".layers.")[2].partition(".")[0]
+        place = int(layer) + 1 if layer else {"l": 94, "m": 95, "v": 96}[spec.name[0]]
+        shard = f"model-{place:05}-of-000096.safetensors"
+        shards.setdefault(shard, []).append(spec._replace(name=found) if spec.name == wanted else spec)
+    for shard, specs in shards.items():
+        ShardWriter(tmp_path / shard, specs).close()
+        size = (tmp_path / shard).stat().st_size + sum(spec.nbytes for spec in specs)
+        os.truncate(tmp_path / shard, size)
+    weight_map = {spec.name: shard for shard, specs in shards.items() for spec in specs}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert len(shards) == 96
+    assert set(kinds(tmp_path, against="kimi-k3-mxfp4", data=False)) == {
+        ("unknown tensor", found),
+        ("missing tensor", wanted),
+        ("missing, by the manifest", wanted),
+        ("not in the manifest", found),
+    }
 
 
 def test_against_checksums(oracle: Callable[[str], Oracle], tmp_path: Path) -> None:
