@@ -1,7 +1,8 @@
-"""The peer of the speed benchmarks: transformers' KimiLinear and this package's model with the same weights.
+"""The peer of the speed benchmarks: transformers' KimiLinear, and this package's model with the same weights.
 
-The peer has no residual mixing, no latent experts and the unbounded gate; sizes are those of a small Kimi-Linear:
-hidden 256, 8 layers (6 KDA, 2 MLA), 4 heads of 64, 16 experts of which 4, fp32, vocabulary 1024.
+Hidden 256, 8 layers (6 KDA, 2 MLA), 4 heads of 64, fp32, vocabulary 1024. The peer has no residual mixing, no latent
+experts and the unbounded gate. EXPERTS are the sizes of the mixture of experts, smallest first: the more of the time
+goes into the products of matrices that both models do alike, the closer they are.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import torch
 from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
 from kimi_k3_npu import KimiK3ForCausalLM, load_model
+from kimi_k3_npu.model.attention import CachedAttention
 
+VOCABULARY = 1024
 SIZES = {
-    "vocab_size": 1024,
+    "vocab_size": VOCABULARY,
     "hidden_size": 256,
     "intermediate_size": 512,
-    "moe_intermediate_size": 128,
     "num_hidden_layers": 8,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
@@ -31,8 +33,6 @@ SIZES = {
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 32,
     "v_head_dim": 64,
-    "num_local_experts": 16,
-    "num_experts_per_tok": 4,
     "n_shared_experts": 1,
     "linear_head_dim": 64,
     "linear_num_heads": 4,
@@ -41,12 +41,16 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+#: "of how many, how many per token, how wide"
+EXPERTS = {"8, 2 a token, 64 wide": (8, 2, 64), "16, 4 a token, 128 wide": (16, 4, 128)}
 
 
-def pair(seed: int = 0) -> tuple[KimiLinearForCausalLM, KimiK3ForCausalLM]:
-    """The peer with random weights, and our model loaded from what the peer saves."""
+def pair(experts: str, seed: int = 0) -> tuple[KimiLinearForCausalLM, KimiK3ForCausalLM]:
+    """The peer with random weights and the experts named in EXPERTS, and our model loaded from what the peer saves."""
+    count, per_token, width = EXPERTS[experts]
+    sizes = {"num_local_experts": count, "num_experts_per_tok": per_token, "moe_intermediate_size": width}
     torch.manual_seed(seed)
-    peer = KimiLinearForCausalLM(KimiLinearConfig(**SIZES, dtype="float32")).eval()
+    peer = KimiLinearForCausalLM(KimiLinearConfig(**SIZES, **sizes, dtype="float32")).eval()
     with torch.no_grad():
         for name, parameter in peer.named_parameters():
             if name.endswith("e_score_correction_bias"):
@@ -57,7 +61,14 @@ def pair(seed: int = 0) -> tuple[KimiLinearForCausalLM, KimiK3ForCausalLM]:
         return peer, load_model(Path(folder))
 
 
-def alternate(first: Callable[[], object], second: Callable[[], object], runs: int = 5) -> tuple[float, float]:
+def prefill(model: KimiK3ForCausalLM, ids: torch.Tensor, **form: str) -> torch.Tensor:
+    """ids [T] -> logits [vocab] after the last one, with a fresh cache; `form` as of CachedAttention."""
+    cache = model.new_cache(1, len(ids))
+    attention = CachedAttention(cache, [cache.join()], [len(ids)], **form)
+    return model.logits(model(ids, attention)[-1:])[0]
+
+
+def alternate(first: Callable[[], object], second: Callable[[], object], runs: int) -> tuple[float, float]:
     """Median seconds of each, their runs alternated so that a change in the machine's load meets both alike."""
     for warm_up in (first, second):
         warm_up()

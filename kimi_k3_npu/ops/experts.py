@@ -101,17 +101,18 @@ def by_expert(
     order = order[bounds[0] : bounds[-1]]
     if not order.shape[0]:
         return torch.zeros_like(x)
-    hits, padded = bounds.diff(), -(bounds.diff() // -ROWS) * ROWS  # [E] rows of each expert, without and with filling
-    ends = padded.cumsum(0)
-    places = torch.arange(order.shape[0], device=x.device) + (
-        ends - padded - bounds[:-1] + bounds[0]
-    ).repeat_interleave(hits)
+    hits = bounds.diff()  # [E]
+    filled = -(hits // -ROWS) * ROWS
+    ends = filled.cumsum(0)
+    shift = (ends - filled - bounds[:-1] + bounds[0]).repeat_interleave(hits)
+    places = torch.arange(order.shape[0], device=x.device) + shift
+    borders = [0, *ends.tolist()]
 
-    tokens, ends = order // ids.shape[1], [0, *ends.tolist()]
-    rows = x.new_zeros(ends[-1], x.shape[1]).index_copy(0, places, x[tokens])
-    outputs = torch.cat([expert(e, rows[start:end]) for e, (start, end) in enumerate(pairwise(ends)) if end > start])
-    shares = weights.flatten()[order].unsqueeze(-1)
-    return x.float().new_zeros(x.shape).index_add(0, tokens, outputs[places].float() * shares).to(x.dtype)
+    tokens = order // ids.shape[1]
+    rows = x[tokens.new_zeros(borders[-1]).index_copy(0, places, tokens)]  # filled up with copies of token 0's
+    outputs = torch.cat([expert(e, rows[a:b]) for e, (a, b) in enumerate(pairwise(borders)) if b > a])
+    outputs = outputs[places].float() * weights.flatten()[order].unsqueeze(-1)
+    return x.float().new_zeros(x.shape).index_add(0, tokens, outputs).to(x.dtype)
 
 
 def _one_token(

@@ -22,9 +22,9 @@ from kimi_k3_npu.ops.limits import takes_anything
 from kimi_k3_npu.ops.registry import define, npu_kernel, reference
 from kimi_k3_npu.ops.select import Candidate, Choice, choose
 
-#: Decay beyond exp(LEAST) = 4e-31 is taken as that. It weighs nothing beside what a token writes itself, and what it
-#: multiplies stays clear of subnormal numbers, on which a CPU is tens of times slower.
-LEAST = -70.0
+#: Decay beyond this is taken as this. It weighs nothing beside what a token writes itself, and what it multiplies stays
+#: clear of subnormal numbers, on which a CPU is many times slower.
+LEAST = 1e-30
 
 
 @define("short_conv(Tensor x, Tensor weight, Tensor window, SymInt[] seq_lens) -> (Tensor, Tensor)")
@@ -145,11 +145,10 @@ def kda_chunk(
     q, k, v, g, beta = (_into_chunks(x, seq_lens, chunks) for x in (q, k, v, g, beta.unsqueeze(-1)))  # [N, h, C, .]
     (scores, attention), until, after = _decayed_products((k, q), k, g)
 
-    decay = _exp(until)
     inverse = unit_lower_inverse(beta * scores)
-    own_writes, state_reads = inverse @ (beta * v), inverse @ (beta * decay * k)
+    own_writes, state_reads = inverse @ (beta * v), inverse @ (beta * until * k)
     writes, from_state, states = _chain(
-        torch.cat([state_reads, decay * q], dim=-2), own_writes, k * _exp(after), decay[..., -1, :], state, chunks
+        torch.cat([state_reads, until * q], dim=-2), own_writes, k * after, until[..., -1, :], state, chunks
     )
     return _out_of_chunks(from_state + attention @ writes, seq_lens, chunks), states
 
@@ -179,34 +178,29 @@ def _chain(
 
 
 def _decayed_products(rows: Sequence[Tensor], columns: Tensor, g: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-    """sum_k r_ik exp(G_i - G_j) columns_jk for j <= i, zero above, of each r in `rows`; and the sums of g over each
-    chunk until a token, itself included, and after it. Rows, columns, g and sums [N, h, C, K], products [N, h, C, C].
+    """sum_k r_ik exp(G_i - G_j) columns_jk for j <= i, zero above, of each r in `rows`; and the decay over each chunk
+    until a token, its own included, and after it. Rows, columns, g and decays [N, h, C, K], products [N, h, C, C].
 
     exp(G_i - G_j) is split at a point m between j and i into exp(G_i - G_m) exp(G_m - G_j). Both factors are at most
     1, so nothing overflows however strong the decay is, bounded gate or not. Two neighbouring blocks of tokens share
     such a point, their border; doubling the blocks from single tokens to C/2 covers every pair, with one batched
-    product a size, and the sums within blocks grow along. None reaches past its block, which keeps nearby tokens as
-    exact as the recurrence keeps them.
+    product a size. The decays within blocks grow along as products, which keep the relative precision that the
+    exponential of a long sum has lost.
     """
     products = [torch.diag_embed((r * columns).sum(dim=-1)) for r in rows]
-    until, after = g.unsqueeze(-2), torch.zeros_like(g).unsqueeze(-2)  # within blocks, [N, h, C/block, block, K]
+    until = g.exp().clamp(min=LEAST).unsqueeze(-2)  # within blocks, [N, h, C/block, block, K]
+    after = torch.ones_like(until)
     block = 1
     while block < g.shape[-2]:
         (early_until, late_until), (early_after, late_after) = _pairs(until), _pairs(after)
-        since_border, before_border = _exp(late_until), _exp(early_after)
-        early = (_pairs(columns.unflatten(-2, (-1, block)))[0] * before_border).transpose(-1, -2)
+        early = (_pairs(columns.unflatten(-2, (-1, block)))[0] * early_after).transpose(-1, -2)
         for product, r in zip(products, rows, strict=True):
-            late = _pairs(r.unflatten(-2, (-1, block)))[1] * since_border
+            late = _pairs(r.unflatten(-2, (-1, block)))[1] * late_until
             _diagonal_blocks(product, 2 * block)[..., block:, :block] = late @ early
-        until = torch.cat([early_until, late_until + early_until[..., -1:, :]], dim=-2)
-        after = torch.cat([early_after + late_until[..., -1:, :], late_after], dim=-2)
+        until = torch.cat([early_until, (late_until * early_until[..., -1:, :]).clamp(min=LEAST)], dim=-2)
+        after = torch.cat([(early_after * late_until[..., -1:, :]).clamp(min=LEAST), late_after], dim=-2)
         block *= 2
     return products, until.squeeze(-3), after.squeeze(-3)
-
-
-def _exp(x: Tensor) -> Tensor:
-    """exp(x) for x <= 0, but never below exp(LEAST)."""
-    return x.clamp(min=LEAST).exp()
 
 
 def _pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:

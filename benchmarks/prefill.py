@@ -1,0 +1,75 @@
+"""How fast is a prompt read, beside transformers' KimiLinear with the same weights?
+
+Both give the logits after the last token of one prompt; they must agree. Tokens a second, medians of alternated runs.
+The bounded gate, which the peer does not have, is compared with this package's own recurrence, token by token.
+
+    python benchmarks/prefill.py [--tokens 64,512,2048] [--threads 1,2] [--runs 7] [--out FILE]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peer import EXPERTS, VOCABULARY, alternate, pair, prefill
+from report import options, show, write
+
+from kimi_k3_npu.model.kda import KimiDeltaAttention
+
+#: What the gates of Kimi-K3 are bounded by.
+BOUND = -5.0
+TOLERANCE = 1e-4
+
+
+def against_the_peer(experts: str, tokens: int, runs: int) -> dict[str, Any]:
+    peer, ours = pair(experts)
+    ids = torch.randint(3, VOCABULARY, (tokens,))
+    sides = (lambda: peer(ids[None], use_cache=True, logits_to_keep=1).logits[0, 0]), (lambda: prefill(ours, ids))
+    return _row(experts, "unbounded", "KimiLinear", tokens, sides, runs)
+
+
+def against_the_recurrence(experts: str, tokens: int, runs: int) -> dict[str, Any]:
+    _, ours = pair(experts)
+    for layer in ours.modules():
+        if isinstance(layer, KimiDeltaAttention):
+            layer.gate_lower_bound = BOUND
+    ids = torch.randint(3, VOCABULARY, (tokens,))
+    sides = (lambda: prefill(ours, ids, kda_form="recurrent")), (lambda: prefill(ours, ids))
+    return _row(experts, "bounded", "own recurrence", tokens, sides, runs)
+
+
+def _row(experts: str, gate: str, other: str, tokens: int, sides: tuple[Any, Any], runs: int) -> dict[str, Any]:
+    difference = (sides[0]() - sides[1]()).abs().max().item()
+    assert difference < TOLERANCE, f"logits differ by {difference}, at most {TOLERANCE} was expected"
+    theirs, ours = alternate(*sides, runs)
+    return {
+        "experts": experts,
+        "gate": gate,
+        "beside": other,
+        "threads": torch.get_num_threads(),
+        "tokens": tokens,
+        "its_tokens_per_s": tokens / theirs,
+        "ours": tokens / ours,
+        "ratio": theirs / ours,
+        "logits_differ": difference,
+    }
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = options(__doc__, "prefill")
+    parser.add_argument("--tokens", default="64,512,2048")
+    parser.add_argument("--threads", default="1,2")
+    chosen = parser.parse_args()
+    rows = []
+    for threads in map(int, chosen.threads.split(",")):
+        torch.set_num_threads(threads)
+        for experts in EXPERTS:
+            rows += [against_the_peer(experts, int(tokens), chosen.runs) for tokens in chosen.tokens.split(",")]
+        rows.append(against_the_recurrence(next(iter(EXPERTS)), 512, chosen.runs))
+    write(chosen.out, rows, runs=chosen.runs)
+    show(rows)
+
+
+if __name__ == "__main__":
+    main()
