@@ -267,6 +267,13 @@ class TestMistakes:
     def message(self, fails: Callable[..., str]) -> Callable[[Path], str]:
         return lambda folder: fails("generate", "--model", folder, "--token-ids", "1,2,3")
 
+    def test_what_is_inside_the_weights(self, run: Callable[..., Result], message: Callable, broken: Path) -> None:
+        name = "language_model.model.layers.0.input_layernorm.weight"
+        change_tensors(broken, lambda tensors: tensors[name].view(-1)[:1].fill_(torch.nan))
+        assert f"not finite (1):\n    {name}: 1 of" in message(broken)
+        command = ("generate", "--model", broken, "--token-ids", "1,2,3", "--max-new-tokens", 1)
+        assert run(*command, "--no-scan").code == 0
+
     @pytest.mark.parametrize("command", [("info",), ("generate", "--token-ids", "1", "--model")])
     def test_folder(self, fails: Callable[..., str], broken: Path, command: tuple[str, ...]) -> None:
         (broken / "config.json").write_text('{"model_type": "kimi_k3",')

@@ -43,6 +43,7 @@ def chat(
     seed: generation.Seed = None,
     text_only: generation.TextOnly = False,
     expert_weights: generation.ExpertWeights = "auto",
+    scan: generation.Scan = True,
     dtype: generation.Dtype = "auto",
 ) -> None:
     """Chat with a model, line by line: /image FILE shows it an image, /reset starts anew, /help lists all commands.
@@ -60,7 +61,7 @@ def chat(
     tokenizer = load_tokenizer(model)
     for control in ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"):
         tokenizer.control(control)
-    network = generation.load_network(model, dtype, expert_weights, vision=False if text_only else None)
+    network = generation.load_network(model, dtype, expert_weights, vision=False if text_only else None, scan=scan)
     settings = generation.sampling(network, max_new_tokens, temperature, top_p, seed)
     session = _Session(network, tokenizer, config, model, settings, thinking=thinking, effort=effort, system=system)
     failed = False

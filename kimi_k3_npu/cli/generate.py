@@ -43,6 +43,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     text_only: generation.TextOnly = False,
     expert_weights: generation.ExpertWeights = "auto",
+    scan: generation.Scan = True,
     dtype: generation.Dtype = "auto",
 ) -> None:
     """Continue a prompt and print the continuation: text for --prompt, token ids for --token-ids."""
@@ -70,7 +71,7 @@ def generate(
     generation.check_ids(whole.token_ids, config.text.vocab_size)
 
     vision = True if image else False if text_only else None
-    network = generation.load_network(model, dtype, expert_weights, vision=vision)
+    network = generation.load_network(model, dtype, expert_weights, vision=vision, scan=scan)
     settings = generation.sampling(network, max_new_tokens, temperature, top_p, seed)
     start = time.perf_counter()
     with _progress(stream, tokenizer, max_new_tokens) as on_token:

@@ -30,9 +30,13 @@ Seed = Annotated[
     int | None, typer.Option(min=0, max=2**32 - 1, help="Makes sampling repeatable.", show_default="random")
 ]
 ExpertWeights = Annotated[
-    Literal["auto", "packed", "bf16"],
-    typer.Option(help="MXFP4 experts in memory: packed, expanded once (bf16), or as stored (auto)."),
+    Literal["auto", "packed", "bf16", "int4x2"],
+    typer.Option(
+        help="Experts in memory: as stored (auto), that if it is packed (packed), expanded once (bf16), or MXFP4 as "
+        "pairs of int4 (int4x2)."
+    ),
 ]
+Scan = Annotated[bool, typer.Option(help="Look into the weights while they are read, for NaN and other faults.")]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the weights; auto: the checkpoint's.")
 ]
@@ -78,14 +82,19 @@ def image_settings(folder: Path, config: KimiK3Config) -> ImageSettings:
 
 
 def load_network(
-    folder: Path, dtype: str, expert_weights: Literal["auto", "packed", "bf16"], *, vision: bool | None
+    folder: Path,
+    dtype: str,
+    expert_weights: Literal["auto", "packed", "bf16", "int4x2"],
+    *,
+    vision: bool | None,
+    scan: bool = True,
 ) -> KimiK3ForGeneration:
     """The model behind transformers, with a progress bar while it is read."""
     from kimi_k3_npu.engines.transformers import KimiK3ForGeneration
 
     with bytes_bar("loading") as progress:
         return KimiK3ForGeneration.from_pretrained(
-            folder, dtype=dtype, expert_weights=expert_weights, vision=vision, progress=progress
+            folder, dtype=dtype, expert_weights=expert_weights, vision=vision, scan=scan, progress=progress
         )
 
 

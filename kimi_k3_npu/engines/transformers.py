@@ -116,6 +116,7 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
         device: torch.device | str = "cpu",
         expert_weights: ExpertWeights = "auto",
         vision: bool | None = None,
+        scan: bool = True,
         progress: Progress | None = None,
         **unsupported: Any,
     ) -> KimiK3ForGeneration:
@@ -132,7 +133,13 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
             dtype = None if dtype == "auto" else getattr(torch, dtype)
         path = Path(pretrained_model_name_or_path)
         model = load_model(
-            path, device=device, dtype=dtype, expert_weights=expert_weights, vision=vision, progress=progress
+            path,
+            device=device,
+            dtype=dtype,
+            expert_weights=expert_weights,
+            vision=vision,
+            scan=scan,
+            progress=progress,
         )
         wrapper = cls(config or _config_of(path, model.config), model)
         if (path / "generation_config.json").is_file():
