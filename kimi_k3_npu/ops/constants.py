@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec
 
+import torch
 from torch import Tensor
 
 Key = ParamSpec("Key")
@@ -25,10 +26,12 @@ def constant(build: Callable[Key, Tensor]) -> Callable[Key, Tensor]:
     @functools.wraps(build)
     def get(*arguments: Key.args, **options: Key.kwargs) -> Tensor:
         key = (*arguments, *options.items())
-        if key in made:
+        fake = type(torch.empty(0)) is not Tensor  # a fake tensor belongs to the mode it was made in
+        if key in made and not fake:
             return made[key]
-        tensor = build(*arguments, **options)
-        if type(tensor) is Tensor:  # a fake tensor belongs to the mode it was made in
+        with torch.inference_mode(False):  # it outlives the pass that asked for it, and training may be next
+            tensor = build(*arguments, **options)
+        if not fake:
             if len(made) == KEPT:
                 del made[next(iter(made))]
             made[key] = tensor

@@ -98,13 +98,14 @@ def by_expert(
     order = flat.argsort(stable=True)
     edges = torch.arange(first, first + count + 1, dtype=ids.dtype, device=ids.device)
     bounds = torch.searchsorted(flat[order], edges)  # [E + 1]
-    order = order[bounds[0] : bounds[-1]]
+    start, *_, end = bounds.tolist()
+    order = order[start:end]
     if not order.shape[0]:
         return torch.zeros_like(x)
     hits = bounds.diff()  # [E]
     filled = -(hits // -ROWS) * ROWS
     ends = filled.cumsum(0)
-    shift = (ends - filled - bounds[:-1] + bounds[0]).repeat_interleave(hits)
+    shift = (ends - filled - bounds[:-1] + start).repeat_interleave(hits)
     places = torch.arange(order.shape[0], device=x.device) + shift
     borders = [0, *ends.tolist()]
 

@@ -126,6 +126,6 @@ def combine(rows: Tensor, routed: Routed, weights: Tensor) -> Tensor:
     """
     last = rows.shape[0] - 1
     rows.narrow(0, last, 1).masked_fill_(routed.counts.sum() <= last, 0)
-    places = torch.where(routed.places < 0, last, routed.places)
+    places = routed.places.remainder(rows.shape[0])  # -1 becomes the last
     shares = weights.to(rows.dtype)
     return torch.ops.npu.npu_moe_finalize_routing(rows, None, None, None, shares, places, None, _TOKEN_MAJOR)

@@ -244,7 +244,7 @@ def _into_chunks(x: Tensor, seq_lens: Sequence[int], chunks: Sequence[int]) -> T
         padded = torch.cat(
             [F.pad(part, (0, 0, 0, 0, 0, c * CHUNK - n)) for part, n, c in zip(parts, seq_lens, chunks, strict=True)]
         )
-    return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
+    return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def _out_of_chunks(x: Tensor, seq_lens: Sequence[int], chunks: Sequence[int]) -> Tensor:

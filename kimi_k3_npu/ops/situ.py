@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_k3_npu.ops import sgl
+from kimi_k3_npu.ops.constants import constant
 from kimi_k3_npu.ops.device import Device, current
 from kimi_k3_npu.ops.limits import FLOATS, no_package, nothing_to_run, takes_anything, wrong_dtype
 from kimi_k3_npu.ops.registry import define, npu_kernel, reference
@@ -27,11 +28,19 @@ def situ_and_mul(gate_up: Tensor, beta: float, linear_beta: float | None) -> Ten
 
     gate_up [..., 2I], gate first; result [..., I] in its dtype, computed in fp32 (the published activation).
     """
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    activated = beta * torch.tanh(gate / beta) * torch.sigmoid(gate)
-    if linear_beta is not None:
-        up = linear_beta * torch.tanh(up / linear_beta)
-    return (activated * up).to(gate_up.dtype)
+    x = gate_up.float()
+    gate, up = x.chunk(2, dim=-1)
+    if linear_beta is None:
+        return (beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * up).to(gate_up.dtype)
+    limits = _limits(gate.shape[-1], beta, linear_beta, x.device)
+    bounded_gate, bounded_up = (limits * torch.tanh(x / limits)).chunk(2, dim=-1)
+    return (bounded_gate * torch.sigmoid(gate) * bounded_up).to(gate_up.dtype)
+
+
+@constant
+def _limits(width: int, beta: float, linear_beta: float, device: torch.device) -> Tensor:
+    """What bounds each column of gate | up, fp32 [2I]: both halves go through the same few operations together."""
+    return torch.tensor([beta, linear_beta], device=device).repeat_interleave(width)
 
 
 def gated_activation(gate_up: Tensor, beta: float | None, linear_beta: float | None) -> Tensor:
