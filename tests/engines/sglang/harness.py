@@ -125,15 +125,24 @@ def free_port() -> int:
 
 
 class Server:
-    """`python -m sglang.launch_server` on a free port of this machine. `log` is all that its processes print."""
+    """`python -m sglang.launch_server` on a free port of this machine, or what `script` starts on `port` instead.
+    `log` is all that its processes print."""
 
-    def __init__(self, folder: Path, *arguments: str, **env: str) -> None:
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
+    def __init__(
+        self, folder: Path, *arguments: str, script: Path | None = None, port: int | None = None, **env: str
+    ) -> None:
+        port = port or free_port()
+        self.url = f"http://127.0.0.1:{port}"
         self._log = folder / "log"
         command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port), *arguments]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, cwd=folder, env=environment(**env), start_new_session=True
+                ["bash", script] if script else command,
+                stdout=log,
+                stderr=log,
+                cwd=folder,
+                env=environment(**env),
+                start_new_session=True,
             )
 
     @property

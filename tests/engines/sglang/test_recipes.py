@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from kimi_k3_npu import load_model
+from kimi_k3_npu.cli.app import app
 from kimi_k3_npu.recipes.engine_flags import load_flags
 from kimi_k3_npu.recipes.launch import all_launches, example_inputs
 from kimi_k3_npu.recipes.reader import load_recipe, recipe_names
 from kimi_k3_npu.recipes.render import arguments
+from kimi_k3_npu.tiny import write_tiny
+from tests.engines.sglang.harness import Server, free_port, greedy
 
 SGLANG_RECIPES = [name for name in recipe_names() if load_recipe(name).engine.name == "sglang"]
 
@@ -62,3 +70,21 @@ def test_the_list_is_of_this_parser(parser: argparse.ArgumentParser) -> None:
 def test_former_flags_are_refused(parser: argparse.ArgumentParser, flag: str) -> None:
     with pytest.raises(SystemExit):
         parser.parse_args(["--model-path", "m", *flag.split()])
+
+
+def test_the_recipe_for_a_cpu_serves(tmp_path: Path) -> None:
+    """As its user does it: the tiny checkpoint is made, the script is rendered, and run."""
+    model, script, port = tmp_path / "tiny", tmp_path / "launch.sh", free_port()
+    write_tiny(model)
+    place = ["--node-rank", "0", "--master-addr", "127.0.0.1", "--model-path", str(model)]
+    settings = ["--set", f"port={port}", "--set", f"python={sys.executable}"]
+    rendered = CliRunner().invoke(app, ["recipe", "render", "cpu-tiny", *place, *settings])
+    assert rendered.exit_code == 0, rendered.output
+    script.write_text(rendered.stdout)
+    server = Server(tmp_path, script=script, port=port)
+    try:
+        server.wait()
+        prompt = list(b"What is a neural processing unit?")
+        assert server.greedy(prompt)["output_ids"] == greedy(load_model(model, dtype=torch.float32), prompt)
+    finally:
+        server.close()
