@@ -99,6 +99,8 @@ def gsm(
         seed=seed,
         thinking=thinking,
     )
+    if out is not None:
+        scoring.write_marked([], out)  # a file that cannot be written is noticed before an hour of answers
     answers = _open(settings, options, batch_size, effort)
     try:
         marked, seconds = _ask(answers, conversations, problems)
@@ -108,7 +110,8 @@ def gsm(
     if out is not None:
         scoring.write_marked(marked, out)
     if as_json:
-        typer.echo(json.dumps({**asdict(settings), "shots": shots, "effort": effort, **result.as_json()}))
+        asked = {**asdict(settings), "model": answers.model, "shots": shots, "effort": effort}
+        typer.echo(json.dumps(asked | asdict(result)))
         return
     for one in marked[:show]:
         typer.echo(_shown(one))

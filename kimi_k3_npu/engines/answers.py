@@ -41,7 +41,9 @@ class Reply:
 
 
 class Answers(Protocol):
-    """Something that answers conversations."""
+    """Something that answers conversations; `model` is what it calls its model."""
+
+    model: str
 
     def ask(self, conversations: Sequence[list[Message]]) -> Iterator[tuple[int, Reply]]:
         """Each conversation's place in the list and its answer, once, in any order, as soon as it is there."""
@@ -64,6 +66,7 @@ class EngineAnswers:
         window: int,
         effort: Effort | None = None,
     ) -> None:
+        self.model = settings.model
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._window, self._effort = window, effort
 

@@ -131,9 +131,6 @@ class Score:
     tokens: int
     tokens_per_second: float
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def score(marked: Sequence[Marked], seconds: float) -> Score:
     """The score of at least one answer."""

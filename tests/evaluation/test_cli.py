@@ -131,6 +131,7 @@ def test_the_score_as_json(run: Callable, data: Path, server: Server) -> None:
     code, text, _ = run("gsm", "--engine", f"{server.url}/v1/", "--data", data, "--limit", "2", "--json")
     result = json.loads(text)
     assert code == 0
+    assert (result["engine"], result["model"]) == (f"{server.url}/v1/", "kimi-k3")
     assert result["accuracy"] == 0.5
     assert (result["problems"], result["right"], result["invalid"], result["tokens"]) == (2, 1, 0, 40)
     assert result["interval"] == pytest.approx([0.0945, 0.9055], abs=1e-4)  # Wilson's (1 + 1.92 -+ 1.66) / (2 + 3.84)
@@ -247,6 +248,7 @@ def test_compare(run: Callable, data: Path, server: Server, tmp_path: Path) -> N
         (("--model", "{tiny}", "--data", "{tiny}/none"), 1, "No such file"),
         (("--model", "{tiny}", "--data", "{tiny}/config.json"), 1, "no problem in GSM8K's format"),
         (("--model", "{tiny}/none"), 1, "no such folder"),
+        (("--model", "{tiny}", "--out", "{tiny}"), 1, "Is a directory"),
     ],
 )
 def test_mistakes(run: Callable, data: Path, tiny: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
