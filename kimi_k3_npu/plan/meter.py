@@ -198,9 +198,6 @@ class _Operations(TorchDispatchMode):
 def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
-    if packet is _aten.linalg_solve_triangular:  # n x n by n x m: n^2 m multiplications and additions
-        matrix, right = args[:2]
-        return matrix.shape[-1] * right.numel()
     return 0
 
 
