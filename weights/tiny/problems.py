@@ -19,8 +19,8 @@ Split = Literal["train", "test"]
 
 #: One problem of this many is kept out of training.
 HELD_OUT = 8
-#: No number on the way is larger, so that what stands before its last digit is at most 19.
-LARGEST = 199
+#: No number that is added to or taken from is larger.
+LARGEST = 99
 
 NAMES = (
     *("Ada", "Ben", "Cho", "Dev", "Eva", "Gus", "Ida", "Jin", "Kim", "Leo"),
@@ -99,7 +99,7 @@ def problems(split: Split, seed: int | str) -> Iterator[Problem]:
     """Endless problems of one split, the same for the same seed. Some come again."""
     rng = random.Random(f"{split} {seed}")
     while True:
-        problem = _two_steps(rng) if rng.random() < 0.4 else _one_step(rng)
+        problem = _two_steps(rng) if rng.random() < 0.5 else _one_step(rng)
         if problem.split == split:
             yield problem
 
@@ -119,8 +119,8 @@ def work(sign: str, a: int, b: int) -> tuple[str, int]:
 
     >>> work("+", 47, 38)
     ('47+38: 7+8=15, 4+3+1=8, so 85.', 85)
-    >>> work("-", 131, 45)
-    ('131-45: 11-5=6, 13-1-4=8, so 86.', 86)
+    >>> work("-", 81, 45)
+    ('81-45: 11-5=6, 8-1-4=3, so 36.', 36)
     """
     if sign == "*":
         return f"{a}*{b}={a * b}.", a * b
@@ -146,8 +146,10 @@ def _one_step(rng: random.Random) -> Problem:
 def _two_steps(rng: random.Random) -> Problem:
     first, second = rng.choice("+-*"), rng.choice("+-")
     a, b = _numbers(rng, first)
+    while first == "+" and a + b > LARGEST:
+        a, b = _numbers(rng, first)
     steps, between = work(first, a, b)
-    c = rng.randint(1, min(99, LARGEST - between if second == "+" else between))
+    c = rng.randint(1, LARGEST if second == "+" else between)
     more, answer = work(second, between, c)
     wording = " ".join((rng.choice(BEGINNINGS[first]), rng.choice(EVENTS[second]), rng.choice(QUESTIONS)))
     question = _worded(rng, wording, a=a, b=b, c=c)
@@ -158,8 +160,8 @@ def _numbers(rng: random.Random, sign: str) -> tuple[int, int]:
     if sign == "*":
         return rng.randint(2, 9), rng.randint(2, 9)
     if sign == "+":
-        return rng.randint(2, 99), rng.randint(1, 99)
-    b, a = sorted(rng.sample(range(1, 100), 2))  # not 0 apart: what is left can lose something in a second step
+        return rng.randint(2, LARGEST), rng.randint(1, LARGEST)
+    b, a = sorted(rng.sample(range(1, LARGEST + 1), 2))  # not 0 apart: what is left can lose something in a second step
     return a, b
 
 

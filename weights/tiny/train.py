@@ -65,8 +65,8 @@ SIZES: dict[str, Any] = {
 #: Parameters that a published checkpoint has in fp32. Routers and mixers are fp32 in memory only.
 PUBLISHED_IN_FP32 = ("A_log", "dt_bias", "o_norm", "conv_weight", "bias")
 
-#: A batch in four says how much to think, as servers do unless they are told otherwise. It changes nothing here.
-EFFORTS = (None,) * 12 + ("max", "max", "low", "high")
+#: A batch in eight says how much to think, as servers do unless they are told otherwise. It changes nothing here.
+EFFORTS = (None,) * 21 + ("max", "low", "high")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Settings:
     """Of one training. Every `check_every` steps `checked` held-out problems are asked."""
 
     seed: int = 0
-    steps: int = 800
+    steps: int = 900
     batch: int = 32
     learning_rate: float = 4e-3
     warmup: int = 50
