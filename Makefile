@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP := -m pip --disable-pip-version-check -q
 PYTEST_ARGS ?=
-PROMPT ?= What is a neural processing unit?
+PROMPT ?= Ada has 6 bags of 7 coins. Ben takes 15. How many are there now?
 
 CORE := .venv/.ready
 NPU := .venv-npu/.ready
@@ -20,10 +20,9 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(CORE) ## make a tiny checkpoint and generate from it
-	rm -rf build/tiny
-	.venv/bin/kimi-k3-npu weights tiny build/tiny
-	.venv/bin/kimi-k3-npu generate --model build/tiny --prompt "$(PROMPT)" --max-new-tokens 24
+demo: $(CORE) ## let the small trained checkpoint solve some problems, and PROMPT
+	.venv/bin/kimi-k3-npu eval gsm --model weights/tiny/model --limit 4 --show 4
+	echo "$(PROMPT)" | .venv/bin/kimi-k3-npu chat --model weights/tiny/model
 
 test: $(SUITES:%=test-%) ## run every suite, each in its own environment
 
