@@ -3,7 +3,7 @@
 Greedy, 64 tokens after prompts of 16, alone and eight at a time; both must choose the same tokens. Milliseconds a step,
 medians of alternated runs.
 
-    python benchmarks/decode.py [--batches 1,8] [--threads 1,2] [--runs 7] [--out FILE]
+    python benchmarks/decode.py [--batches 1,8] [--threads 1,2] [--runs 5] [--out FILE]
 """
 
 from __future__ import annotations

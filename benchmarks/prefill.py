@@ -3,7 +3,7 @@
 Both give the logits after the last token of one prompt; they must agree. Tokens a second, medians of alternated runs.
 The bounded gate, which the peer does not have, is compared with this package's own recurrence, token by token.
 
-    python benchmarks/prefill.py [--tokens 64,512,2048] [--threads 1,2] [--runs 7] [--out FILE]
+    python benchmarks/prefill.py [--tokens 512] [--threads 1,2] [--runs 5] [--out FILE]
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _row(experts: str, gate: str, other: str, tokens: int, sides: tuple[Any, Any
 @torch.inference_mode()
 def main() -> None:
     parser = options(__doc__, "prefill")
-    parser.add_argument("--tokens", default="64,512,2048")
+    parser.add_argument("--tokens", default="512")
     parser.add_argument("--threads", default="1,2")
     chosen = parser.parse_args()
     rows = []

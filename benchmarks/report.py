@@ -13,7 +13,7 @@ from machine import described, machine
 RESULTS = Path(__file__).parent / "results"
 
 
-def options(description: str | None, name: str, runs: int = 7) -> argparse.ArgumentParser:
+def options(description: str | None, name: str, runs: int = 5) -> argparse.ArgumentParser:
     """--runs and --out; scripts add their own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=runs, help=f"alternated runs of each, {runs} if not given")

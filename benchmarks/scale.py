@@ -5,15 +5,13 @@ of the prompt, milliseconds and the peak of memory; and milliseconds for each to
 MLA layer, and with the KDA layers alone, whose cost per token should not depend on the length. If matplotlib is
 there (requirements/bench.txt), docs/scaling.png is drawn.
 
-    python benchmarks/scale.py [--tokens 1024,...,65536] [--runs 5] [--plot FILE] [--out FILE]
+    python benchmarks/scale.py [--tokens 1024,...,65536] [--runs 1] [--plot FILE] [--out FILE]
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import resource
 import subprocess
 import sys
 import time
@@ -49,6 +47,12 @@ def model_of(kda: list[int], mla: list[int]) -> KimiK3ForCausalLM:
     return model
 
 
+def peak_bytes() -> int:
+    """The most memory that was resident in this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
 @torch.inference_mode()
 def one_run(layers: str, tokens: int) -> dict[str, float]:
     """Read a prompt and generate STEPS tokens: seconds of both, and the bytes by which memory had grown at its peak."""
@@ -56,7 +60,8 @@ def one_run(layers: str, tokens: int) -> dict[str, float]:
     model = model_of(*LAYERS[layers])
     ids = torch.randint(0, 256, (tokens,))
     model.score([ids[:128]])  # warm up
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again from what is resident now
+    before = peak_bytes()
 
     start = time.perf_counter()
     cache = model.new_cache(1, tokens + STEPS)
@@ -70,7 +75,7 @@ def one_run(layers: str, tokens: int) -> dict[str, float]:
 
     token = forward(ids)
     read = time.perf_counter()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_bytes()
     for _ in range(STEPS):
         token = forward(token)
     return {"prefill": read - start, "bytes": peak - before, "decode": (time.perf_counter() - read) / STEPS}
@@ -112,7 +117,7 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__, "scale", runs=5)
+    parser = options(__doc__, "scale", runs=1)
     parser.add_argument("--tokens", default=LENGTHS)
     parser.add_argument("--plot", type=Path, default=PLOT)
     chosen = parser.parse_args()
