@@ -27,7 +27,7 @@ demo: $(CORE) ## let the small trained checkpoint solve some problems, and PROMP
 test: $(SUITES:%=test-%) ## run every suite, each in its own environment
 
 test-core: $(CORE) ## run what needs neither torch_npu nor an engine
-	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -m "long or not long" $(PYTEST_ARGS)
 
 # Otherwise `import torch` loads torch_npu by itself, before the tests have prepared CANN.
 test-npu: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
