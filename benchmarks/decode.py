@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from peer import EXPERTS, VOCABULARY, alternate, pair
-from report import options, show, write
+from report import finish, options
 from torch import Tensor
 from transformers import KimiLinearForCausalLM
 
@@ -28,16 +28,11 @@ def peer_steps(model: KimiLinearForCausalLM, ids: Tensor) -> Callable[[], Tensor
     out = model(ids, use_cache=True, logits_to_keep=1)
     cache, token = out.past_key_values, out.logits[:, -1].argmax(-1)
 
-    def steps() -> Tensor:
-        nonlocal token
-        chosen = []
-        for _ in range(STEPS):
-            out = model(token[:, None], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            token = out.logits[:, -1].argmax(-1)
-            chosen.append(token)
-        return torch.stack(chosen)
+    def step(token: Tensor) -> Tensor:
+        out = model(token[:, None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].argmax(-1)
 
-    return steps
+    return repeated(step, token)
 
 
 def our_steps(model: KimiK3ForCausalLM, ids: Tensor, capacity: int) -> Callable[[], Tensor]:
@@ -52,13 +47,17 @@ def our_steps(model: KimiK3ForCausalLM, ids: Tensor, capacity: int) -> Callable[
         attention.commit()
         return model.logits(hidden).argmax(-1)
 
-    token = forward(ids.flatten(), PROMPT)
+    return repeated(lambda token: forward(token, 1), forward(ids.flatten(), PROMPT))
+
+
+def repeated(step: Callable[[Tensor], Tensor], token: Tensor) -> Callable[[], Tensor]:
+    """A function that takes STEPS steps, each from the token that the last one chose, and returns what was chosen."""
 
     def steps() -> Tensor:
         nonlocal token
         chosen = []
         for _ in range(STEPS):
-            token = forward(token, 1)
+            token = step(token)
             chosen.append(token)
         return torch.stack(chosen)
 
@@ -93,8 +92,7 @@ def main() -> None:
         torch.set_num_threads(threads)
         for experts in EXPERTS:
             rows += [measure(experts, int(batch), chosen.runs) for batch in chosen.batches.split(",")]
-    write(chosen.out, rows, runs=chosen.runs)
-    show(rows)
+    finish(chosen, rows)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from machine import described, machine
+from machine import described
+from report import write
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -197,7 +198,6 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     wanted, largest = needed(folder)
     ours = medians["ours"]
     return {
-        "machine": machine(),
         "rounds": rounds,
         "checkpoint_bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         "needed_bytes": wanted,
@@ -228,8 +228,7 @@ def main() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             write_checkpoint(folder)
         result = measure(folder, options.rounds)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, **result)
     show(result)
 
 

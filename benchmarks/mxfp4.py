@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +19,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from machine import described, machine
+from machine import described
+from report import write
 from torch import Tensor
 
 from kimi_k3_npu.ops.quant import mxfp4_dequantize_into
@@ -71,14 +71,12 @@ def main() -> None:
     torch.set_num_threads(1)
     speeds = measure(options.rounds)
     result = {
-        "machine": machine(),
         "rounds": options.rounds,
         "gigabytes_per_second": speeds,
         "times_compressed_tensors": speeds["ours"] / speeds["compressed_tensors"],
         "share_of_copy": speeds["ours"] / speeds["copy"],
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, **result)
     print(described())
     for name, speed in speeds.items():
         print(f"{name:<19} {speed:>7.3f} GB/s")

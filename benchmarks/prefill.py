@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from peer import EXPERTS, VOCABULARY, alternate, pair, prefill
-from report import options, show, write
+from report import finish, options
 
 from kimi_k3_npu.model.kda import KimiDeltaAttention
 
@@ -67,8 +67,7 @@ def main() -> None:
         for experts in EXPERTS:
             rows += [against_the_peer(experts, int(tokens), chosen.runs) for tokens in chosen.tokens.split(",")]
         rows.append(against_the_recurrence(next(iter(EXPERTS)), 512, chosen.runs))
-    write(chosen.out, rows, runs=chosen.runs)
-    show(rows)
+    finish(chosen, rows)
 
 
 if __name__ == "__main__":

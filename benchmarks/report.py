@@ -21,14 +21,15 @@ def options(description: str | None, name: str, runs: int = 5) -> argparse.Argum
     return parser
 
 
-def write(out: Path, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """One JSON file: the machine, what else was given, and the rows of the table."""
+def write(out: Path, **numbers: Any) -> None:
+    """One JSON file: the machine, and what was measured on it."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"machine": machine(), **more, "rows": list(rows)}, indent=1) + "\n")
+    out.write_text(json.dumps({"machine": machine(), **numbers}, indent=1) + "\n")
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    """The rows as a table on the terminal, under a line that names the machine."""
+def finish(chosen: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the rows to --out, and show them as a table under a line that names the machine."""
+    write(chosen.out, runs=chosen.runs, rows=rows)
     cells = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
     heads = [name.replace("_", " ") for name in rows[0]]
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from report import options, show, write
+from report import finish, options
 
 from kimi_k3_npu import KimiK3ForCausalLM
 from kimi_k3_npu.config import KimiK3Config
@@ -123,8 +123,7 @@ def main() -> None:
     chosen = parser.parse_args()
     lengths = [int(tokens) for tokens in chosen.tokens.split(",")]
     rows = [measure(layers, tokens, chosen.runs) for layers in LAYERS for tokens in lengths]
-    write(chosen.out, rows, runs=chosen.runs)
-    show(rows)
+    finish(chosen, rows)
     if importlib.util.find_spec("matplotlib"):
         draw(rows, chosen.plot)
     else:

@@ -15,8 +15,8 @@ from kimi_k3_npu.cli.progress import steps_bar
 
 if TYPE_CHECKING:
     from kimi_k3_npu.chat.calls import Message
-    from kimi_k3_npu.engines.answers import Answers, Effort
     from kimi_k3_npu.engines.offline import EngineChoice
+    from kimi_k3_npu.evaluation.answers import Answers, Effort
     from kimi_k3_npu.evaluation.gsm import Marked, Problem, Score
     from kimi_k3_npu.recipes.offline import BatchSettings
 
@@ -155,7 +155,7 @@ def _chosen(data: Path, limit: int | None, shots: int, shots_from: Path | None) 
 
 
 def _open(settings: BatchSettings, options: dict[str, Any], batch_size: int | None, effort: Effort | None) -> Answers:
-    from kimi_k3_npu.engines.answers import EngineAnswers, ServerAnswers
+    from kimi_k3_npu.evaluation.answers import EngineAnswers, ServerAnswers
 
     engine = settings.engine
     if engine.startswith(("http://", "https://")):

@@ -117,9 +117,9 @@ def sampling(
     if top_p is not None:
         settings["top_p"] = top_p
     if seed is not None:
-        from transformers import set_seed
+        import torch
 
-        set_seed(seed)
+        torch.manual_seed(seed)
     return settings
 
 

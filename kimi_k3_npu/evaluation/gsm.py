@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kimi_k3_npu.chat.calls import Message
-from kimi_k3_npu.engines.answers import Reply
 from kimi_k3_npu.errors import KimiK3Error
+from kimi_k3_npu.evaluation.answers import Reply
 
 MARK = "####"
 

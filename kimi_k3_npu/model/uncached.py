@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kimi_k3_npu.model.attention import Expand
 from kimi_k3_npu.ops.attention import causal_attention
-from kimi_k3_npu.ops.kda import kda_chunk, kda_gate, l2_norm, short_conv
+from kimi_k3_npu.ops.kda import kda_chunk, kda_gate, normed_qkv, short_conv
 
 if TYPE_CHECKING:
     from kimi_k3_npu.model.kda import KimiDeltaAttention
@@ -54,8 +54,8 @@ class UncachedAttention:
         weight = layer.conv_weight.repeat(self.batch, 1)  # [S 3hd, W]
         window = mixed_qkv.new_zeros(1, weight.shape[1] - 1, len(weight))
         mixed, _ = short_conv(self._fold(mixed_qkv), weight, window, self._lengths)
-        q, k, v = mixed.view(self.longest, self.batch, 3, heads, d).unbind(2)  # each [n, S, h, d]
-        q, k, v = (x.flatten(1, 2) for x in (l2_norm(q) * d**-0.5, l2_norm(k), v))
+        qkv = normed_qkv(mixed.view(self.longest * self.batch, 3 * heads * d), heads)
+        q, k, v = (x.reshape(self.longest, self.batch * heads, d) for x in qkv)
         g = kda_gate(forget_gate, layer.A_log, layer.dt_bias.view(heads, d), layer.gate_lower_bound)
         state = g.new_zeros(1, self.batch * heads, d, d)
         o, _ = kda_chunk(q, k, v, self._fold(g), self._fold(beta.float().sigmoid()), state, self._lengths)

@@ -40,7 +40,7 @@ def situ_and_mul(gate_up: Tensor, beta: float, linear_beta: float | None) -> Ten
 @constant
 def _limits(width: int, beta: float, linear_beta: float, device: torch.device) -> Tensor:
     """What bounds each column of gate | up, fp32 [2I]: both halves go through the same few operations together."""
-    return torch.tensor([beta, linear_beta], device=device).repeat_interleave(width)
+    return torch.tensor([beta, linear_beta], dtype=torch.float32, device=device).repeat_interleave(width)
 
 
 def gated_activation(gate_up: Tensor, beta: float | None, linear_beta: float | None) -> Tensor:

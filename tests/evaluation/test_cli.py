@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kimi_k3_npu.cli import main
-from kimi_k3_npu.engines import answers
+from kimi_k3_npu.evaluation import answers
 from kimi_k3_npu.tiny import write_tiny
 
 PROBLEMS = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kimi_k3_npu.engines.answers import Reply
+from kimi_k3_npu.evaluation.answers import Reply
 from kimi_k3_npu.evaluation.gsm import (
     EvaluationError,
     Marked,

@@ -43,6 +43,19 @@ def test_situ(beta: float, linear_beta: float | None) -> None:
     assert out.shape == (7, 12)
 
 
+def test_situ_does_not_depend_on_the_default_dtype() -> None:
+    """Engines change it while they build a model; 3.3 is no number of bfloat16."""
+    gate_up = torch.randn(3, 10)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        out = situ_and_mul(gate_up, 3.3, 21.7)
+    finally:
+        torch.set_default_dtype(default)
+    gate, up = gate_up.chunk(2, dim=-1)
+    assert_close(out, 3.3 * torch.tanh(gate / 3.3) * gate.sigmoid() * 21.7 * torch.tanh(up / 21.7), 1e-6)
+
+
 def test_situ_is_computed_in_fp32() -> None:
     gate_up = (torch.randn(5, 16) * 10).bfloat16()
     assert torch.equal(situ_and_mul(gate_up, 4.0, 25.0), situ_and_mul(gate_up.float(), 4.0, 25.0).bfloat16())

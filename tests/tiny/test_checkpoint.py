@@ -14,8 +14,8 @@ from torch import Tensor
 from kimi_k3_npu import load_model
 from kimi_k3_npu.checkpoint.convert import convert
 from kimi_k3_npu.checkpoint.verify import verify
-from kimi_k3_npu.engines.answers import EngineAnswers
 from kimi_k3_npu.engines.offline import open_engine
+from kimi_k3_npu.evaluation.answers import EngineAnswers
 from kimi_k3_npu.evaluation.gsm import Marked, differing, mark, read_problems
 from kimi_k3_npu.model import attention, experts
 from kimi_k3_npu.ops.experts import by_expert
