@@ -11,6 +11,7 @@ Functions return new states and never write to the ones they are given.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,8 @@ from kimi_k3_npu.ops.select import Candidate, Choice, choose
 #: Decay beyond this is taken as this. It weighs nothing beside what a token writes itself, and what it multiplies stays
 #: clear of subnormal numbers, on which a CPU is many times slower.
 LEAST = 1e-30
+#: Tokens of a chunk. A longer one has fewer states to carry and more products within.
+SIZE = 32
 
 
 @define("short_conv(Tensor x, Tensor weight, Tensor window, SymInt[] seq_lens) -> (Tensor, Tensor)")
@@ -138,48 +141,61 @@ def kda_chunk(
     (the WY form of the delta rule). Everything but the chain of states from chunk to chunk is done for all chunks at
     once.
     """
+    return kda_in_chunks(q, k, v, g, beta, state, seq_lens, SIZE)
+
+
+def kda_in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, seq_lens: Sequence[int], size: int
+) -> tuple[Tensor, Tensor]:
+    """`kda_chunk` in chunks of `size` tokens, a power of two."""
     v = v.float()
     if not q.shape[0]:
         return torch.zeros_like(v), state.clone()
-    chunks = [-(-n // CHUNK) for n in seq_lens]
-    q, k, v, g, beta = (_into_chunks(x, seq_lens, chunks) for x in (q, k, v, g, beta.unsqueeze(-1)))  # [N, h, C, .]
-    (scores, attention), until, after = _decayed_products((k, q), k, g)
+    chunks = [-(-n // size) for n in seq_lens]
+    q, k, v, g, beta = (_into_chunks(x, seq_lens, chunks, size) for x in (q, k, v, g, beta.unsqueeze(-1)))  # [N,h,C,.]
+    scores, attention, until, after = _decayed_products(k, q, g)
 
+    reads = torch.cat([beta * until * k, until * q], dim=-2)
     inverse = unit_lower_inverse(beta * scores)
-    own_writes, state_reads = inverse @ (beta * v), inverse @ (beta * until * k)
-    writes, from_state, states = _chain(
-        torch.cat([state_reads, until * q], dim=-2), own_writes, k * after, until[..., -1, :], state, chunks
-    )
-    return _out_of_chunks(from_state + attention @ writes, seq_lens, chunks), states
+    outputs, states = _chain(reads, beta * v, inverse, attention, after * k, until[..., -1, :], state, chunks)
+    return _out_of_chunks(outputs, seq_lens, chunks), states
 
 
 def _chain(
-    reads: Tensor, own_writes: Tensor, outgoing_k: Tensor, decay: Tensor, state: Tensor, chunks: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+    reads: Tensor,
+    own: Tensor,
+    inverse: Tensor,
+    attention: Tensor,
+    outgoing_k: Tensor,
+    decay: Tensor,
+    state: Tensor,
+    chunks: Sequence[int],
+) -> tuple[Tensor, Tensor]:
     """Carry the states from chunk to chunk: the only sequential part.
 
-    reads [N, h, 2C, K] = what each chunk takes from its incoming state, first for its writes, then for its outputs;
-    outgoing_k [N, h, C, K] = keys as the chunk's end sees them; decay [N, h, K] = what a chunk leaves of its state.
-    Returns the writes u [N, h, C, V], the outputs' share that comes from the state [N, h, C, V], and the final states.
+    reads [N, h, 2C, K] = what each chunk takes from its incoming state, first against its writes, then for its outputs;
+    own [N, h, C, V] = what it would write without; inverse and attention [N, h, C, C]; outgoing_k [N, h, C, K] = keys
+    as the chunk's end sees them; decay [N, h, K] = what a chunk leaves of its state. Returns the outputs [N, h, C, V]
+    and the final states.
     """
-    size = own_writes.shape[-2]
+    size = own.shape[-2]
     decay = decay.unsqueeze(-1)  # [N, h, K, 1]
-    writes, outputs, finals = [], [], []
-    for s, own in enumerate(_token_ranges(chunks)):
+    outputs, finals = [], []
+    for s, its_chunks in enumerate(_token_ranges(chunks)):
         current = state[s]
-        for n in own:
-            from_state = reads[n] @ current  # [h, 2C, V]
-            write = own_writes[n] - from_state[:, :size]
-            current = torch.baddbmm(decay[n] * current, outgoing_k[n].transpose(-1, -2), write)
-            writes.append(write)
-            outputs.append(from_state[:, size:])
+        for n in its_chunks:
+            against, carried = (reads[n] @ current).split(size, dim=1)  # [h, C, V] each
+            writes = inverse[n] @ (own[n] - against)
+            outputs.append(torch.baddbmm(carried, attention[n], writes))
+            current = torch.baddbmm(decay[n] * current, outgoing_k[n].transpose(-1, -2), writes)
         finals.append(current)
-    return torch.stack(writes), torch.stack(outputs), torch.stack(finals)
+    return torch.stack(outputs), torch.stack(finals)
 
 
-def _decayed_products(rows: Sequence[Tensor], columns: Tensor, g: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-    """sum_k r_ik exp(G_i - G_j) columns_jk for j <= i, zero above, of each r in `rows`; and the decay over each chunk
-    until a token, its own included, and after it. Rows, columns, g and decays [N, h, C, K], products [N, h, C, C].
+def _decayed_products(k: Tensor, q: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """sum_k r_ik exp(G_i - G_j) k_jk, zero above the diagonal, of r = k for j < i and of r = q for j <= i; and the
+    decay over each chunk until a token, its own included, and after it. k, q, g and decays [N, h, C, K], products
+    [N, h, C, C].
 
     exp(G_i - G_j) is split at a point m between j and i into exp(G_i - G_m) exp(G_m - G_j). Both factors are at most
     1, so nothing overflows however strong the decay is, bounded gate or not. Two neighbouring blocks of tokens share
@@ -187,20 +203,31 @@ def _decayed_products(rows: Sequence[Tensor], columns: Tensor, g: Tensor) -> tup
     product a size. The decays within blocks grow along as products, which keep the relative precision that the
     exponential of a long sum has lost.
     """
-    products = [torch.diag_embed((r * columns).sum(dim=-1)) for r in rows]
-    until = g.exp().clamp(min=LEAST).unsqueeze(-2)  # within blocks, [N, h, C/block, block, K]
+    size = g.shape[-2]
+    scores, attention = k.new_zeros(*k.shape[:-1], size), torch.diag_embed((q * k).sum(dim=-1))
+    until = g.exp().clamp(min=LEAST)  # within blocks
     after = torch.ones_like(until)
     block = 1
-    while block < g.shape[-2]:
-        (early_until, late_until), (early_after, late_after) = _pairs(until), _pairs(after)
-        early = (_pairs(columns.unflatten(-2, (-1, block)))[0] * early_after).transpose(-1, -2)
-        for product, r in zip(products, rows, strict=True):
-            late = _pairs(r.unflatten(-2, (-1, block)))[1] * late_until
-            _diagonal_blocks(product, 2 * block)[..., block:, :block] = late @ early
-        until = torch.cat([early_until, (late_until * early_until[..., -1:, :]).clamp(min=LEAST)], dim=-2)
-        after = torch.cat([(early_after * late_until[..., -1:, :]).clamp(min=LEAST), late_after], dim=-2)
+    while block < size:
+        (early_until, late_until), early_after = _halves(until, block), _halves(after, block)[0]
+        early_k, late_k = _halves(k, block)
+        early = (early_k * early_after).transpose(-1, -2)
+        for product, late in ((scores, late_k), (attention, _halves(q, block)[1])):
+            _diagonal_blocks(product, 2 * block)[..., block:, :block] = (late * late_until) @ early
+        over_early, over_late = early_until[..., -1:, :], late_until[..., -1:, :]
+        if g.requires_grad:  # the gradients need what the products have seen
+            until, after = until.clone(), after.clone()
+        _halves(after, block)[0].mul_(over_late).clamp_(min=LEAST)
+        _halves(until, block)[1].mul_(over_early).clamp_(min=LEAST)
         block *= 2
-    return products, until.squeeze(-3), after.squeeze(-3)
+    return scores, attention, until, after
+
+
+def _halves(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """The first and the second of each pair of neighbouring blocks of tokens, [N, h, C, d] -> two views [N, h, n,
+    block, d]."""
+    blocks = x.unflatten(-2, (-1, 2, block))
+    return blocks.select(-3, 0), blocks.select(-3, 1)
 
 
 def _pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,22 +262,19 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     return inverses.squeeze(-3)
 
 
-def _into_chunks(x: Tensor, seq_lens: Sequence[int], chunks: Sequence[int]) -> Tensor:
+def _into_chunks(x: Tensor, seq_lens: Sequence[int], chunks: Sequence[int], size: int) -> Tensor:
     """[T, h, d] -> [N, h, C, d]; each sequence is filled up with zeros, which write nothing and decay nothing."""
-    if len(seq_lens) == 1:
-        padded = F.pad(x, (0, 0, 0, 0, 0, chunks[0] * CHUNK - seq_lens[0]))
-    else:
-        parts = x.split(list(seq_lens))
-        padded = torch.cat(
-            [F.pad(part, (0, 0, 0, 0, 0, c * CHUNK - n)) for part, n, c in zip(parts, seq_lens, chunks, strict=True)]
-        )
-    return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    fills = [c * size - n for n, c in zip(seq_lens, chunks, strict=True)]
+    if any(fills):
+        parts = zip(x.split(list(seq_lens)), fills, strict=True)
+        x = torch.cat([piece for part, fill in parts for piece in (part, x.new_zeros(fill, *x.shape[1:]))])
+    return x.unflatten(0, (-1, size)).transpose(1, 2).contiguous()
 
 
 def _out_of_chunks(x: Tensor, seq_lens: Sequence[int], chunks: Sequence[int]) -> Tensor:
     """[N, h, C, d] -> [T, h, d], without the filling."""
     flat = x.transpose(1, 2).flatten(0, 1)
-    parts = flat.split([c * CHUNK for c in chunks])
+    parts = flat.split([c * x.shape[2] for c in chunks])
     return torch.cat([part[:n] for part, n in zip(parts, seq_lens, strict=True)])
 
 
@@ -295,5 +319,5 @@ GATE: tuple[Candidate[Gate], ...] = (
 )
 CHUNKED: tuple[Candidate[Chunked], ...] = (
     Candidate("sgl_chunk_kda_fwd", refuse_chunk, chunk),
-    Candidate("composed", takes_anything, reference("kda_chunk")),
+    Candidate("composed", takes_anything, partial(kda_in_chunks, size=CHUNK)),
 )

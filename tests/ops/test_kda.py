@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, einsum
 
-from kimi_k3_npu.ops.kda import CHUNK, kda_chunk, kda_gate, kda_recurrent, kda_step, l2_norm, short_conv
+from kimi_k3_npu.ops.kda import SIZE, kda_chunk, kda_gate, kda_recurrent, kda_step, l2_norm, short_conv
 
 # h heads, K key and V value dimensions, deliberately different; T tokens, S sequences
 h, K, V = 3, 16, 24
@@ -89,7 +89,7 @@ def test_both_forms_are_the_recurrence(decay: str, T: int) -> None:
 @pytest.mark.parametrize("form", [kda_recurrent, kda_chunk], ids=["recurrent", "chunk"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_ragged_batches(form: Callable, decay: str) -> None:
-    for seq_lens in ([0, 17, 0, 130, 1], [64, 64], [1, 1, 1], [0, 0], [65, 0], [CHUNK - 1, CHUNK + 1, 2 * CHUNK]):
+    for seq_lens in ([0, 17, 0, 130, 1], [64, 64], [1, 1, 1], [0, 0], [65, 0], [SIZE - 1, SIZE + 1, 2 * SIZE]):
         case = inputs(sum(seq_lens), decay, len(seq_lens))
         o, states = form(*case, seq_lens)
         expected, ends = exact_batch(case, seq_lens)
