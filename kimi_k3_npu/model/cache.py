@@ -37,22 +37,27 @@ class ModelCache:
         device: torch.device | str = "cpu",
         attn_tp: Group | None = None,
     ) -> None:
-        self.config, self.num_slots, self.device = config, num_slots, torch.device(device)
+        self.config, self.num_slots = config, num_slots
+        self.dtype, self.device = dtype, torch.device(device)
         self._attn_tp = attn_tp
         self.capacity = max(PAGE, -(-max_tokens // PAGE) * PAGE)
-        self._index = {layer: i for layers in (config.mla_layers, config.kda_layers) for i, layer in enumerate(layers)}
         self._lengths = [0] * num_slots
         self._free = list(reversed(range(num_slots)))
         heads = config.kda_num_heads // (attn_tp.size if attn_tp else 1)
-        num_mla, num_kda, d = len(config.mla_layers), len(config.kda_layers), config.kda_head_dim
+        d, R, r, W = config.kda_head_dim, config.kv_lora_rank, config.qk_rope_head_dim, config.short_conv_kernel_size
 
         def pool(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
 
-        self.latent = pool(num_mla, num_slots, self.capacity, config.kv_lora_rank)
-        self.rope = pool(num_mla, num_slots, self.capacity, config.qk_rope_head_dim)
-        self.windows = pool(num_kda, num_slots, config.short_conv_kernel_size - 1, 3 * heads * d)
-        self.states = pool(num_kda, num_slots, heads, d, d, dtype=torch.float32)
+        # One tensor a layer: a captured graph copies what it writes only a part of.
+        self._mla = {layer: (pool(self.capacity, R), pool(self.capacity, r)) for layer in config.mla_layers}
+        self._kda = {
+            layer: (pool(W - 1, 3 * heads * d), pool(heads, d, d, dtype=torch.float32)) for layer in config.kda_layers
+        }
+
+    def pools(self) -> list[Tensor]:
+        """All memory of this cache; the first dimension of each tensor is the slot."""
+        return [pool for pair in (*self._mla.values(), *self._kda.values()) for pool in pair]
 
     def join(self) -> int:
         """Give a new sequence a slot, empty of any earlier one. Raises ValueError when all are taken."""
@@ -62,8 +67,8 @@ class ModelCache:
 
     def leave(self, slot: int) -> None:
         """Free a slot and clear it: also of what a pass that was never committed wrote past the sequence's length."""
-        for pool in (self.latent, self.rope, self.windows, self.states):
-            pool[:, slot] = 0
+        for pool in self.pools():
+            pool[slot] = 0
         self._lengths[slot] = 0
         self._free.append(slot)
 
@@ -86,13 +91,11 @@ class ModelCache:
 
     def mla_pools(self, layer: int) -> tuple[Tensor, Tensor]:
         """Latent rows [slots, capacity, R] and shared key rows [slots, capacity, r] of 0-based `layer`."""
-        i = self._index[layer]
-        return self.latent[i], self.rope[i]
+        return self._mla[layer]
 
     def kda_pools(self, layer: int) -> tuple[Tensor, Tensor]:
         """Windows [slots, W - 1, 3hd] and states [slots, h, d, d] of 0-based `layer`."""
-        i = self._index[layer]
-        return self.windows[i], self.states[i]
+        return self._kda[layer]
 
     def reorder(self, order: Sequence[int]) -> None:
         """Let slot i continue as a copy of what slot order[i] holds now (beam search). All slots must be taken."""
@@ -102,23 +105,16 @@ class ModelCache:
                 f"an order of {len(order)} for {self.num_slots} slots, {taken} taken; all must be, and named"
             )
         index = torch.tensor(order, device=self.device)
-        for pool in (self.latent, self.rope, self.windows, self.states):
-            pool.copy_(pool.index_select(1, index))
+        for pool in self.pools():
+            pool.copy_(pool.index_select(0, index))
         self._lengths = [self._lengths[slot] for slot in order]
 
     def grown(self, max_tokens: int) -> ModelCache:
         """A copy with room for `max_tokens` tokens a sequence, for callers that cannot tell the length beforehand."""
         larger = ModelCache(
-            self.config,
-            self.num_slots,
-            max_tokens,
-            dtype=self.windows.dtype,
-            device=self.device,
-            attn_tp=self._attn_tp,
+            self.config, self.num_slots, max_tokens, dtype=self.dtype, device=self.device, attn_tp=self._attn_tp
         )
-        larger.latent[:, :, : self.capacity] = self.latent
-        larger.rope[:, :, : self.capacity] = self.rope
-        larger.windows.copy_(self.windows)
-        larger.states.copy_(self.states)
+        for new, old in zip(larger.pools(), self.pools(), strict=True):
+            new[tuple(map(slice, old.shape))] = old
         larger._lengths, larger._free = list(self._lengths), list(self._free)
         return larger

@@ -19,6 +19,7 @@ from kimi_k3_npu.ops.device import current
 from kimi_k3_npu.ops.formats import is_nz
 from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refuse_visit, visit
 from kimi_k3_npu.ops.limits import FLOATS, takes_anything, wrong_dtype
+from kimi_k3_npu.ops.linear import linear
 from kimi_k3_npu.ops.quant import mxfp4_dequantize
 from kimi_k3_npu.ops.registry import define, npu_kernel, reference
 from kimi_k3_npu.ops.select import Candidate, Choice, choose
@@ -26,6 +27,8 @@ from kimi_k3_npu.ops.situ import gated_activation, gated_activation_of_groups
 
 #: Rows of the smallest full tile of the CPU's matrix products.
 ROWS = 4
+#: With so few tokens, products are bound by reading the matrices.
+FEW_TOKENS = 16
 #: Scales of MX formats come in pairs, one for each 32 elements.
 MX_PAIR = 64
 
@@ -48,9 +51,11 @@ def moe_experts(
 
     beta and linear_beta are SiTU's; beta None means SiLU. The weighted sum is in fp32.
     """
+    if x.shape[0] <= FEW_TOKENS and ids.numel() >= w13.shape[0]:
+        return _every_expert(x, weights, ids, w13, w2, first_expert, beta, linear_beta)
 
     def expert(e: int, rows: Tensor) -> Tensor:
-        return gated_activation(rows @ w13[e].t(), beta, linear_beta) @ w2[e].t()
+        return linear(gated_activation(linear(rows, w13[e]), beta, linear_beta), w2[e])
 
     return by_expert(x, weights, ids, first_expert, w13.shape[0], expert)
 
@@ -79,7 +84,7 @@ def moe_experts_mxfp4(
     def expert(e: int, rows: Tensor) -> Tensor:
         w13 = mxfp4_dequantize(w13_packed[e], w13_scale[e], rows.dtype)
         w2 = mxfp4_dequantize(w2_packed[e], w2_scale[e], rows.dtype)
-        return gated_activation(rows @ w13.t(), beta, linear_beta) @ w2.t()
+        return linear(gated_activation(linear(rows, w13), beta, linear_beta), w2)
 
     return by_expert(x, weights, ids, first_expert, w13_packed.shape[0], expert)
 
@@ -109,11 +114,35 @@ def by_expert(
     places = torch.arange(order.shape[0], device=x.device) + shift
     borders = [0, *ends.tolist()]
 
-    tokens = order // ids.shape[1]
-    rows = x[tokens.new_zeros(borders[-1]).index_copy(0, places, tokens)]  # filled up with copies of token 0's
-    outputs = torch.cat([expert(e, rows[a:b]) for e, (a, b) in enumerate(pairwise(borders)) if b > a])
-    outputs = outputs[places].float() * weights.flatten()[order].unsqueeze(-1)
-    return x.float().new_zeros(x.shape).index_add(0, tokens, outputs).to(x.dtype)
+    sources = order.new_zeros(borders[-1]).index_copy(0, places, order // ids.shape[1])
+    rows = x.index_select(0, sources)  # filled up with copies of token 0's
+    outputs = [expert(e, rows[a:b]) for e, (a, b) in enumerate(pairwise(borders)) if b > a]
+    nothing = x.new_zeros(1, x.shape[1])  # what a token gets from experts held elsewhere
+    where = torch.full_like(flat, borders[-1]).index_copy(0, order, places.to(flat.dtype))
+    visits = torch.cat([*outputs, nothing]).index_select(0, where).float().unflatten(0, ids.shape)  # [T, k, H]
+    return torch.bmm(weights.unsqueeze(1), visits).squeeze(1).to(x.dtype)
+
+
+def _every_expert(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    first: int,
+    beta: float | None,
+    linear_beta: float | None,
+) -> Tensor:
+    """`moe_experts` by two products of all experts with all of a few tokens. Reading the matrices is what takes time,
+    and about all of them are hit anyway."""
+    inner = gated_activation(x @ w13.transpose(1, 2), beta, linear_beta)  # [E, T, I]
+    outputs = (inner @ w2.transpose(1, 2)).float()  # [E, T, H]
+    held = (ids >= first) & (ids < first + w13.shape[0])
+    tokens = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    where = torch.where(held, (ids - first) * x.shape[0] + tokens, 0)  # [T, k], rows of [E T, H]
+    visits = outputs.flatten(0, 1).index_select(0, where.flatten()).unflatten(0, ids.shape)
+    visits = visits.masked_fill(~held.unsqueeze(-1), 0.0)
+    return torch.bmm(weights.unsqueeze(1), visits).squeeze(1).to(x.dtype)
 
 
 def _one_token(

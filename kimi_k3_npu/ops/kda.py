@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,7 @@ def short_conv(x: Tensor, weight: Tensor, window: Tensor, seq_lens: Sequence[int
         first, *columns = weight.t().contiguous()  # W of [c]
         y = history[..., :tokens, :] * first
         for j, column in enumerate(columns, start=1):
-            y = torch.addcmul(y, history[..., j : j + tokens, :], column)
+            y.addcmul_(history[..., j : j + tokens, :], column)
         return F.silu(y)
 
     if _uniform(seq_lens):
@@ -179,15 +180,15 @@ def _chain(
     and the final states.
     """
     size = own.shape[-2]
-    decay = decay.unsqueeze(-1)  # [N, h, K, 1]
+    parts = (reads, own, inverse, attention, outgoing_k.transpose(-1, -2), decay.unsqueeze(-1))
+    steps = zip(*(x.unbind() for x in parts), strict=True)
     outputs, finals = [], []
-    for s, its_chunks in enumerate(_token_ranges(chunks)):
-        current = state[s]
-        for n in its_chunks:
-            against, carried = (reads[n] @ current).split(size, dim=1)  # [h, C, V] each
-            writes = inverse[n] @ (own[n] - against)
-            outputs.append(torch.baddbmm(carried, attention[n], writes))
-            current = torch.baddbmm(decay[n] * current, outgoing_k[n].transpose(-1, -2), writes)
+    for current, count in zip(state.unbind(), chunks, strict=True):
+        for read, would_write, solve, attend, keys, left in islice(steps, count):
+            against, carried = (read @ current).split(size, dim=1)  # [h, C, V] each
+            writes = solve @ (would_write - against)
+            outputs.append(torch.baddbmm(carried, attend, writes))
+            current = torch.baddbmm(left * current, keys, writes)
         finals.append(current)
     return torch.stack(outputs), torch.stack(finals)
 

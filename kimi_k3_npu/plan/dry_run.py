@@ -193,7 +193,7 @@ class Rank:
     def _meter(self, cache: ModelCache, fused: Set[str] = frozenset()) -> Meter:
         """Weights count in the size that their format gives them; the cache's pools are there already."""
         meter = Meter(self._weights(), self._accounts(), {"latent_attention": _latent_attention_bytes}, fused)
-        for pool in (cache.latent, cache.rope, cache.windows, cache.states):
+        for pool in cache.pools():
             meter.keep(pool)
         return meter
 

@@ -126,13 +126,9 @@ def test_a_freed_slot_leaks_nothing(model: KimiK3ForCausalLM, lengths: tuple[int
 
     used, fresh = model.new_cache(1, 100), model.new_cache(1, 100)
     run(used, a)
-    for pool, empty in zip(pools(used), pools(fresh), strict=True):
+    for pool, empty in zip(used.pools(), fresh.pools(), strict=True):
         assert torch.equal(pool, empty)
     assert torch.equal(run(used, b), run(fresh, b))
-
-
-def pools(cache: ModelCache) -> tuple[Tensor, ...]:
-    return cache.latent, cache.rope, cache.windows, cache.states
 
 
 @pytest.fixture
@@ -194,13 +190,13 @@ def test_a_pass_over_no_tokens(model: KimiK3ForCausalLM, slots: tuple[int, ...],
     """An idle rank still runs the model. It changes nothing."""
     cache = model.new_cache(2, 10)
     step(model, cache, [cache.join(), cache.join()], [random_ids(model, 4), random_ids(model, 6)])
-    before = [pool.clone() for pool in pools(cache)]
+    before = [pool.clone() for pool in cache.pools()]
     attention = CachedAttention(cache, slots, [0] * len(slots), **forms)
     hidden = model(torch.empty(0, dtype=torch.long), attention)
     attention.commit()
     assert hidden.shape == (0, model.config.text.hidden_size)
     assert model.logits(hidden).shape == (0, model.config.text.vocab_size)
-    assert all(torch.equal(pool, old) for pool, old in zip(pools(cache), before, strict=True))
+    assert all(torch.equal(pool, old) for pool, old in zip(cache.pools(), before, strict=True))
 
 
 def test_a_sequence_without_tokens_beside_others(model: KimiK3ForCausalLM) -> None:
@@ -212,7 +208,9 @@ def test_a_sequence_without_tokens_beside_others(model: KimiK3ForCausalLM) -> No
         logits = step(model, cache, slots, [ids[:size] for size in sizes])
         assert [len(part) for part in logits] == list(sizes)
         assert_close(torch.cat(logits), whole[: sum(sizes)])
-        assert all(not cache.states[:, slot].any() for slot, size in zip(slots, sizes, strict=True) if not size)
+        states = [cache.kda_pools(layer)[1] for layer in model.config.text.kda_layers]
+        empty = [slot for slot, size in zip(slots, sizes, strict=True) if not size]
+        assert not any(state[empty].any() for state in states)
 
 
 def test_no_free_slot(k3: KimiK3ForCausalLM) -> None:

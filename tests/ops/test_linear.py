@@ -1,0 +1,36 @@
+"""`linear` by whichever library it takes, held against a product in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kimi_k3_npu.ops.linear import MANY_ROWS, linear
+
+
+@pytest.mark.parametrize("rows", [0, 1, MANY_ROWS - 1, MANY_ROWS, MANY_ROWS + 1, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_product(rows: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(rows, 48).to(dtype), torch.randn(20, 48).to(dtype)
+    want = (x.double() @ weight.double().t()).to(dtype)
+    with torch.inference_mode():
+        got = linear(x, weight)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.125)
+
+
+@torch.inference_mode()
+def test_rows_and_weights_may_be_views() -> None:
+    x, weight = torch.randn(64, 100)[:, 10:58], torch.randn(3, 48, 20).transpose(1, 2)[1]
+    torch.testing.assert_close(linear(x, weight), x.contiguous() @ weight.t())
+    torch.testing.assert_close(linear(x.t().contiguous().t(), weight), x.contiguous() @ weight.t())
+
+
+@pytest.mark.parametrize("rows", [1, 2 * MANY_ROWS])
+def test_gradients(rows: int) -> None:
+    x, weight = torch.randn(rows, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    linear(x, weight).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    torch.testing.assert_close(x.grad, weight.detach().sum(0).expand_as(x))
+    torch.testing.assert_close(weight.grad, x.detach().sum(0).expand_as(weight))
