@@ -1,7 +1,8 @@
 """How fast is a prompt read, beside transformers' KimiLinear with the same weights?
 
 Both give the logits after the last token of one prompt; they must agree. Tokens a second, medians of alternated runs.
-The bounded gate, which the peer does not have, is compared with this package's own recurrence, token by token.
+The bounded gate, which the peer does not have, is compared with this package's own recurrence, token by token: in the
+whole model, and the operator of one layer alone.
 
     python benchmarks/prefill.py [--tokens 512] [--threads 1,2] [--runs 5] [--out FILE]
 """
@@ -11,10 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from peer import EXPERTS, VOCABULARY, alternate, pair, prefill
+from peer import EXPERTS, SIZES, VOCABULARY, alternate, pair, prefill
 from report import finish, options
 
 from kimi_k3_npu.model.kda import KimiDeltaAttention
+from kimi_k3_npu.ops.kda import kda_chunk, kda_gate, kda_recurrent, l2_norm
 
 #: What the gates of Kimi-K3 are bounded by.
 BOUND = -5.0
@@ -38,9 +40,19 @@ def against_the_recurrence(experts: str, tokens: int, runs: int) -> dict[str, An
     return _row(experts, "bounded", "own recurrence", tokens, sides, runs)
 
 
+def operators(tokens: int, runs: int) -> dict[str, Any]:
+    """One layer's delta rule: its two forms on the same inputs, as the model would make them."""
+    heads, d = SIZES["num_attention_heads"], SIZES["linear_head_dim"]
+    q, k = l2_norm(torch.randn(tokens, heads, d)) * d**-0.5, l2_norm(torch.randn(tokens, heads, d))
+    g = kda_gate(torch.randn(tokens, heads, d), torch.zeros(heads), torch.zeros(heads, d), BOUND)
+    rest = (torch.randn(tokens, heads, d), g, torch.rand(tokens, heads), torch.zeros(1, heads, d, d), [tokens])
+    sides = (lambda: kda_recurrent(q, k, *rest)[0]), (lambda: kda_chunk(q, k, *rest)[0])
+    return _row("one KDA operator", "bounded", "own recurrence", tokens, sides, runs)
+
+
 def _row(experts: str, gate: str, other: str, tokens: int, sides: tuple[Any, Any], runs: int) -> dict[str, Any]:
     difference = (sides[0]() - sides[1]()).abs().max().item()
-    assert difference < TOLERANCE, f"logits differ by {difference}, at most {TOLERANCE} was expected"
+    assert difference < TOLERANCE, f"results differ by {difference}, at most {TOLERANCE} was expected"
     theirs, ours = alternate(*sides, runs)
     return {
         "experts": experts,
@@ -51,7 +63,7 @@ def _row(experts: str, gate: str, other: str, tokens: int, sides: tuple[Any, Any
         "its_tokens_per_s": tokens / theirs,
         "ours": tokens / ours,
         "ratio": theirs / ours,
-        "logits_differ": difference,
+        "results_differ": difference,
     }
 
 
@@ -67,6 +79,7 @@ def main() -> None:
         for experts in EXPERTS:
             rows += [against_the_peer(experts, int(tokens), chosen.runs) for tokens in chosen.tokens.split(",")]
         rows.append(against_the_recurrence(next(iter(EXPERTS)), 512, chosen.runs))
+        rows.append(operators(512, chosen.runs))
     finish(chosen, rows)
 
 

@@ -11,8 +11,8 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SMALLEST = {
-    "prefill": (["--tokens", "65", "--threads", "1"], 3, "ratio"),
-    "decode": (["--batches", "2", "--threads", "1"], 2, "ratio"),
+    "prefill": (["--tokens", "65", "--threads", "1"], 4, "ratio"),
+    "decode": (["--batches", "2", "--prompts", "16", "--threads", "1", "--eager"], 2, "ratio"),
     "scale": (["--tokens", "1024", "--plot", "unused.png"], 2, "peak_kib_per_token"),
 }
 

@@ -45,6 +45,7 @@ def chat(
     expert_weights: generation.ExpertWeights = "auto",
     scan: generation.Scan = True,
     dtype: generation.Dtype = "auto",
+    compiled: generation.Compile = False,
 ) -> None:
     """Chat with a model, line by line: /image FILE shows it an image, /reset starts anew, /help lists all commands.
 
@@ -61,7 +62,9 @@ def chat(
     tokenizer = load_tokenizer(model)
     for control in ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"):
         tokenizer.control(control)
-    network = generation.load_network(model, dtype, expert_weights, vision=False if text_only else None, scan=scan)
+    network = generation.load_network(
+        model, dtype, expert_weights, vision=False if text_only else None, scan=scan, compiled=compiled
+    )
     settings = generation.sampling(network, max_new_tokens, temperature, top_p, seed)
     session = _Session(network, tokenizer, config, model, settings, thinking=thinking, effort=effort, system=system)
     failed = False

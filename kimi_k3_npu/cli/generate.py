@@ -45,6 +45,7 @@ def generate(
     expert_weights: generation.ExpertWeights = "auto",
     scan: generation.Scan = True,
     dtype: generation.Dtype = "auto",
+    compiled: generation.Compile = False,
 ) -> None:
     """Continue a prompt and print the continuation: text for --prompt, token ids for --token-ids."""
     if (prompt is None) == (token_ids is None):
@@ -71,7 +72,7 @@ def generate(
     generation.check_ids(whole.token_ids, config.text.vocab_size)
 
     vision = True if image else False if text_only else None
-    network = generation.load_network(model, dtype, expert_weights, vision=vision, scan=scan)
+    network = generation.load_network(model, dtype, expert_weights, vision=vision, scan=scan, compiled=compiled)
     settings = generation.sampling(network, max_new_tokens, temperature, top_p, seed)
     start = time.perf_counter()
     with _progress(stream, tokenizer, max_new_tokens) as on_token:

@@ -40,6 +40,9 @@ Scan = Annotated[bool, typer.Option(help="Look into the weights while they are r
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the weights; auto: the checkpoint's.")
 ]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Decode by a compiled graph: slow to start, then faster. CPU, C++ compiler.")
+]
 TextOnly = Annotated[bool, typer.Option("--text-only", help="Leave vision weights unread; then no images.")]
 EngineArgs = Annotated[
     list[str] | None,
@@ -88,14 +91,18 @@ def load_network(
     *,
     vision: bool | None,
     scan: bool = True,
+    compiled: bool = False,
 ) -> KimiK3ForGeneration:
     """The model behind transformers, with a progress bar while it is read."""
     from kimi_k3_npu.engines.transformers import KimiK3ForGeneration
 
     with bytes_bar("loading") as progress:
-        return KimiK3ForGeneration.from_pretrained(
+        network = KimiK3ForGeneration.from_pretrained(
             folder, dtype=dtype, expert_weights=expert_weights, vision=vision, scan=scan, progress=progress
         )
+    if compiled:
+        network.compile_decoding()
+    return network
 
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:

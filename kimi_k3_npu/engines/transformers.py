@@ -9,6 +9,9 @@ folders too.
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kimi_k3_npu.checkpoint.load import ExpertWeights, Progress, load_model
 from kimi_k3_npu.config import KimiK3Config, read_config_file
 from kimi_k3_npu.engines.processing import register_auto_classes
+from kimi_k3_npu.errors import KimiK3Error
 from kimi_k3_npu.model.attention import CachedAttention
 from kimi_k3_npu.model.cache import ModelCache
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
+from kimi_k3_npu.model.fixed import decode_step, reach_of
 from kimi_k3_npu.model.vision import image_features, splice
 
 
@@ -105,6 +110,7 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
     def __init__(self, config: PreTrainedConfig, model: KimiK3ForCausalLM) -> None:
         super().__init__(config)
         self.model = model
+        self._decode_step: Callable[..., Tensor] | None = None
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -145,6 +151,20 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
         if (path / "generation_config.json").is_file():
             wrapper.generation_config = GenerationConfig.from_pretrained(path)
         return wrapper.eval()
+
+    def compile_decoding(self, **options: Any) -> None:
+        """From now on take a step of one token in every row as one graph, which `torch.compile` makes with `options`.
+
+        The first step of a batch size, and of each doubling of the longest sequence, waits for its graph: seconds for a
+        small model, and longer with every layer. Raises KimiK3Error on other devices than a CPU, whose engines capture
+        graphs themselves, and without a C++ compiler.
+        """
+        if self.device.type != "cpu":
+            raise KimiK3Error(f"decoding is compiled on a CPU only, and this model is on {self.device}")
+        compiler = os.environ.get("CXX", "g++")
+        if "backend" not in options and shutil.which(compiler) is None:
+            raise KimiK3Error(f"compiling needs a C++ compiler, and {compiler} was not found; install it, or set CXX")
+        self._decode_step = torch.compile(decode_step, **options)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("this class reads checkpoints in the published naming and does not write any")
@@ -189,14 +209,24 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
             if input_ids is None or grid_thws is None:
                 raise ValueError("pixel_values need input_ids with placeholder tokens, and grid_thws")
             embeddings = self._with_images(flat, pixel_values, grid_thws)
-        hidden = self.model(flat, attention, embeddings)
+        if self._decode_step is not None and embeddings is None and attention.is_decoding_everyone:
+            logits = self._decode_compiled(attention, flat)
+        else:
+            hidden = self.model(flat, attention, embeddings)
+            logits = self.model.logits(hidden[_rows_kept(real, logits_to_keep)])
         attention.commit()
 
         kept = real[:, -logits_to_keep:]  # all columns for 0
-        logits = self.model.logits(hidden[_rows_kept(real, logits_to_keep)])
         padded = logits.new_zeros(batch, kept.shape[1], logits.shape[-1])
         padded[kept] = logits
         return CausalLMOutputWithPast(logits=padded, past_key_values=cache if use_cache is not False else None)  # type: ignore[arg-type]
+
+    def _decode_compiled(self, attention: CachedAttention, tokens: Tensor) -> Tensor:
+        """tokens [B], one for each slot of the cache -> logits fp32 [B, vocab]."""
+        assert self._decode_step is not None
+        cache, longest = attention.cache, max(attention.kv_lens)
+        lengths = torch.tensor(attention.kv_lens, device=tokens.device) - 1
+        return self._decode_step(self.model, cache, tokens, lengths, reach_of(longest, cache.capacity))
 
     def _with_images(self, token_ids: Tensor, pixels: Tensor, grids: Tensor) -> Tensor:
         """Embeddings [T, H] of token_ids [T], the images' features in the places of placeholder tokens."""

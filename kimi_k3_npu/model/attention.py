@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 #: latent [..., R] -> keys [..., h, n] and values [..., h, v]
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
+KdaForm = Literal["auto", "recurrent", "chunk"]
 
 
 class Attention(Protocol):
@@ -72,7 +73,7 @@ class CachedAttention:
         query_lens: Sequence[int],
         *,
         form: Literal["auto", "absorbed", "expanded"] = "auto",
-        kda_form: Literal["auto", "recurrent", "chunk"] = "auto",
+        kda_form: KdaForm = "auto",
     ) -> None:
         self.cache, self.slots, self.query_lens = cache, list(slots), list(query_lens)
         self.kv_lens = [cache.length(slot) + n for slot, n in zip(self.slots, self.query_lens, strict=True)]
@@ -89,6 +90,15 @@ class CachedAttention:
     @property
     def wants_expanded(self) -> bool:
         return self._expanded
+
+    @property
+    def is_decoding_everyone(self) -> bool:
+        """Whether this is a pass of one token for each slot of the cache, in order, none of them the first."""
+        return (
+            self.slots == list(range(self.cache.num_slots))
+            and all(n == 1 for n in self.query_lens)
+            and min(self.kv_lens, default=1) > 1
+        )
 
     @property
     def last_rows(self) -> list[int]:
@@ -119,24 +129,42 @@ class CachedAttention:
         return causal_attention(q, keys, values, self.query_lens, self.kv_lens, layer.scale)
 
     def kda(self, layer: KimiDeltaAttention, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
-        windows, states = self.cache.kda_pools(layer.index)
-        mixed, windows[self._own] = short_conv(mixed_qkv, layer.conv_weight, windows[self._own], self.query_lens)
-        q, k, v = normed_qkv(mixed, layer.num_heads)
-        g = kda_gate(forget_gate, layer.A_log, layer.dt_bias.view(layer.num_heads, -1), layer.gate_lower_bound)
-        inputs = (q, k, v, g, beta.float().sigmoid(), states[self._own])
-        if all(n == 1 for n in self.query_lens):
-            o, states[self._own] = kda_step(*inputs)
-        elif self._kda_form == "recurrent":
-            o, states[self._own] = kda_recurrent(*inputs, self.query_lens)
-        else:
-            o, states[self._own] = kda_chunk(*inputs, self.query_lens)
-        return o
+        pools = self.cache.kda_pools(layer.index)
+        return kda_over_pools(
+            layer, mixed_qkv, forget_gate, beta, pools, self._own, self.query_lens, form=self._kda_form
+        )
 
     def _write(self, layer: int, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         latent, rope = self.cache.mla_pools(layer)
         latent.view(-1, latent.shape[-1]).index_copy_(0, self._rows, kv_latent.to(latent.dtype))
         rope.view(-1, rope.shape[-1]).index_copy_(0, self._rows, k_rope.to(rope.dtype))
         return latent, rope
+
+
+def kda_over_pools(
+    layer: KimiDeltaAttention,
+    mixed_qkv: Tensor,
+    forget_gate: Tensor,
+    beta: Tensor,
+    pools: tuple[Tensor, Tensor],
+    own: slice | Tensor,
+    query_lens: Sequence[int],
+    form: KdaForm = "auto",
+) -> Tensor:
+    """`Attention.kda` with the convolution windows and states in pools [slots, ...], of which `own` picks this
+    batch's."""
+    windows, states = pools
+    mixed, windows[own] = short_conv(mixed_qkv, layer.conv_weight, windows[own], query_lens)
+    q, k, v = normed_qkv(mixed, layer.num_heads)
+    g = kda_gate(forget_gate, layer.A_log, layer.dt_bias.view(layer.num_heads, -1), layer.gate_lower_bound)
+    inputs = (q, k, v, g, beta.float().sigmoid(), states[own])
+    if all(n == 1 for n in query_lens):
+        o, states[own] = kda_step(*inputs)
+    elif form == "recurrent":
+        o, states[own] = kda_recurrent(*inputs, query_lens)
+    else:
+        o, states[own] = kda_chunk(*inputs, query_lens)
+    return o
 
 
 def _slice_or_index(slots: Sequence[int], device: torch.device) -> slice | Tensor:

@@ -59,9 +59,11 @@ def latent_attention(
     q_latent [T, h, R], q_rope [T, h, r], latent_pool [slots, capacity, R], rope_pool [slots, capacity, r]; sequence s
     has kv_lens[s] rows in slot slots[s], its own query_lens[s] new ones included. Returns [T, h, R].
     """
-    q = torch.cat([q_latent, q_rope], dim=-1)
     if all(n == 1 for n in query_lens) and consecutive(slots):
-        return _decode_batch(q, latent_pool, rope_pool, slots, kv_lens, scale)
+        used, longest = slice(slots[0], slots[0] + len(slots)), max(kv_lens)
+        lengths = None if min(kv_lens) == longest else torch.tensor(kv_lens, device=q_latent.device)
+        return attend_one(q_latent, q_rope, latent_pool[used, :longest], rope_pool[used, :longest], lengths, scale)
+    q = torch.cat([q_latent, q_rope], dim=-1)
     outputs = [q_latent.new_empty(0, *q_latent.shape[1:])]
     for queries, slot, length in zip(q.split(list(query_lens)), slots, kv_lens, strict=True):
         if queries.shape[0]:
@@ -87,22 +89,18 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     return torch.cat(outputs)
 
 
-def _decode_batch(
-    q: Tensor, latent_pool: Tensor, rope_pool: Tensor, slots: Sequence[int], kv_lens: Sequence[int], scale: float
+def attend_one(
+    q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, lengths: Tensor | None, scale: float
 ) -> Tensor:
-    """One query of each of several sequences in neighbouring slots: the pools are read in place, longest length for
-    all.
+    """The absorbed form for one query of each sequence: q_latent [S, h, R], q_rope [S, h, r], latent [S, L, R], rope
+    [S, L, r] -> [S, h, R].
 
-    Rows past a sequence's length are zero or its own (a slot is cleared when it is freed), so masked scores are finite.
+    lengths [S]: how many rows each sequence has, all of them if None. Rows past a length must be finite: masked scores
+    take their values no further, but NaN would.
     """
-    used = slice(slots[0], slots[0] + len(slots))
-    longest = max(kv_lens)
-    latent, rope = latent_pool[used, :longest], rope_pool[used, :longest]
-    q_latent, q_rope = q.split([latent.shape[-1], rope.shape[-1]], dim=-1)
     scores = (q_latent @ latent.transpose(1, 2) + q_rope @ rope.transpose(1, 2)).float() * scale  # [S, h, L]
-    if any(n != longest for n in kv_lens):
-        lengths = torch.tensor(kv_lens, device=q.device)
-        beyond = torch.arange(longest, device=q.device) >= lengths[:, None, None]
+    if lengths is not None:
+        beyond = torch.arange(latent.shape[1], device=scores.device) >= lengths[:, None, None]
         scores = scores.masked_fill(beyond, float("-inf"))
     return scores.softmax(dim=-1).to(latent.dtype) @ latent
 

@@ -51,8 +51,11 @@ def moe_experts(
 
     beta and linear_beta are SiTU's; beta None means SiLU. The weighted sum is in fp32.
     """
+    arguments = (x, weights, ids, w13, w2, first_expert, beta, linear_beta)
     if x.shape[0] <= FEW_TOKENS and ids.numel() >= w13.shape[0]:
-        return _every_expert(x, weights, ids, w13, w2, first_expert, beta, linear_beta)
+        return _every_expert(*arguments)
+    if torch.compiler.is_compiling():  # a graph's shapes cannot depend on where the tokens go
+        return _brought_along(*arguments)
 
     def expert(e: int, rows: Tensor) -> Tensor:
         return linear(gated_activation(linear(rows, w13[e]), beta, linear_beta), w2[e])
@@ -142,6 +145,24 @@ def _every_expert(
     where = torch.where(held, (ids - first) * x.shape[0] + tokens, 0)  # [T, k], rows of [E T, H]
     visits = outputs.flatten(0, 1).index_select(0, where.flatten()).unflatten(0, ids.shape)
     visits = visits.masked_fill(~held.unsqueeze(-1), 0.0)
+    return torch.bmm(weights.unsqueeze(1), visits).squeeze(1).to(x.dtype)
+
+
+def _brought_along(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    first: int,
+    beta: float | None,
+    linear_beta: float | None,
+) -> Tensor:
+    """`moe_experts` with a copy of an expert's matrices for each visit."""
+    held = (ids >= first) & (ids < first + w13.shape[0])
+    places = torch.where(held, ids - first, 0)
+    inner = gated_activation((w13[places] @ x[:, None, :, None]).squeeze(-1), beta, linear_beta)  # [T, k, I]
+    visits = (w2[places] @ inner.unsqueeze(-1)).squeeze(-1).float().masked_fill(~held.unsqueeze(-1), 0.0)  # [T, k, H]
     return torch.bmm(weights.unsqueeze(1), visits).squeeze(1).to(x.dtype)
 
 
