@@ -55,7 +55,7 @@ def moe_experts(
     if x.shape[0] <= FEW_TOKENS and ids.numel() >= w13.shape[0]:
         return _every_expert(*arguments)
     if torch.compiler.is_compiling():  # a graph's shapes cannot depend on where the tokens go
-        return _brought_along(*arguments)
+        return _element_wise(*arguments)
 
     def expert(e: int, rows: Tensor) -> Tensor:
         return linear(gated_activation(linear(rows, w13[e]), beta, linear_beta), w2[e])
@@ -148,7 +148,7 @@ def _every_expert(
     return torch.bmm(weights.unsqueeze(1), visits).squeeze(1).to(x.dtype)
 
 
-def _brought_along(
+def _element_wise(
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
@@ -158,11 +158,13 @@ def _brought_along(
     beta: float | None,
     linear_beta: float | None,
 ) -> Tensor:
-    """`moe_experts` with a copy of an expert's matrices for each visit."""
+    """`moe_experts` by sums over elements, which a compiler turns into loops over the matrices where they lie."""
     held = (ids >= first) & (ids < first + w13.shape[0])
     places = torch.where(held, ids - first, 0)
-    inner = gated_activation((w13[places] @ x[:, None, :, None]).squeeze(-1), beta, linear_beta)  # [T, k, I]
-    visits = (w2[places] @ inner.unsqueeze(-1)).squeeze(-1).float().masked_fill(~held.unsqueeze(-1), 0.0)  # [T, k, H]
+    gate_up = (w13[places].float() * x[:, None, None].float()).sum(-1).to(x.dtype)  # [T, k, 2I]
+    inner = gated_activation(gate_up, beta, linear_beta)
+    visits = (w2[places].float() * inner.unsqueeze(-2).float()).sum(-1)  # [T, k, H]
+    visits = visits.masked_fill(~held.unsqueeze(-1), 0.0)
     return torch.bmm(weights.unsqueeze(1), visits).squeeze(1).to(x.dtype)
 
 

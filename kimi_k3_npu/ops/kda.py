@@ -269,7 +269,7 @@ def _into_chunks(x: Tensor, seq_lens: Sequence[int], chunks: Sequence[int], size
     if any(fills):
         parts = zip(x.split(list(seq_lens)), fills, strict=True)
         x = torch.cat([piece for part, fill in parts for piece in (part, x.new_zeros(fill, *x.shape[1:]))])
-    return x.unflatten(0, (-1, size)).transpose(1, 2).contiguous()
+    return x.unflatten(0, (-1, size)).transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def _out_of_chunks(x: Tensor, seq_lens: Sequence[int], chunks: Sequence[int]) -> Tensor:

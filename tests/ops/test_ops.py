@@ -203,7 +203,11 @@ def dense_experts(x: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tens
 
 @pytest.mark.parametrize("betas", [(4.0, 25.0), (4.0, None), (None, None)])
 @pytest.mark.parametrize("T", [0, 1, 2, FEW_TOKENS, FEW_TOKENS + 1, 40])
-def test_experts(T: int, betas: tuple[float | None, float | None]) -> None:
+@pytest.mark.parametrize("compiling", [False, True])
+def test_experts(
+    T: int, betas: tuple[float | None, float | None], compiling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     x, weights, ids = torch.randn(T, 8), torch.rand(T, 3), torch.rand(T, 6).argsort(dim=-1)[:, :3]
     w13, w2 = expert_weights(6, 5, 8)
     assert_close(moe_experts(x, weights, ids, w13, w2, 0, *betas), dense_experts(x, weights, ids, w13, w2, 0, *betas))
@@ -217,8 +221,10 @@ def test_all_tokens_to_one_expert() -> None:
 
 
 @pytest.mark.parametrize("T", [FEW_TOKENS, 20])
-def test_experts_held_elsewhere_contribute_nothing(T: int) -> None:
+@pytest.mark.parametrize("compiling", [False, True])
+def test_experts_held_elsewhere_contribute_nothing(T: int, compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts 2..4 of 8 are here; the shares of three holders add up to the whole."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     x, weights, ids = torch.randn(T, 8), torch.rand(T, 3), torch.rand(T, 8).argsort(dim=-1)[:, :3]
     w13, w2 = expert_weights(8, 5, 8)
     part = (x, weights, ids, w13[2:5], w2[2:5], 2, 4.0, 25.0)
