@@ -37,8 +37,8 @@ def causal_attention(
     parts = zip(q.split(list(query_lens)), k.split(list(kv_lens)), v.split(list(kv_lens)), strict=True)
     for queries, keys, values in parts:
         if queries.shape[0]:
-            by_head = [x.transpose(0, 1).clone(memory_format=torch.contiguous_format) for x in (keys, values)]
-            outputs.append(_attend(queries, *by_head, scale))
+            keys, values = (x.transpose(0, 1).clone(memory_format=torch.contiguous_format) for x in (keys, values))
+            outputs.append(_attend(queries, keys, values, scale))
     return torch.cat(outputs)
 
 

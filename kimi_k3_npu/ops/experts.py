@@ -136,8 +136,8 @@ def _every_expert(
     beta: float | None,
     linear_beta: float | None,
 ) -> Tensor:
-    """`moe_experts` by two products of all experts with all of a few tokens. Reading the matrices is what takes time,
-    and about all of them are hit anyway."""
+    """`moe_experts` by two products of all experts with all of a few tokens: reading the matrices is what takes time,
+    and with as many visits as experts most are read anyway (of few held of many, more than need be)."""
     inner = gated_activation(x @ w13.transpose(1, 2), beta, linear_beta)  # [E, T, I]
     outputs = (inner @ w2.transpose(1, 2)).float()  # [E, T, H]
     held = (ids >= first) & (ids < first + w13.shape[0])
