@@ -84,6 +84,11 @@ def server_key() -> str | None:
     return os.environ.get("OPENAI_API_KEY") or None
 
 
+def cxx_compiler() -> str:
+    """CXX: the C++ compiler that torch.compile will call, g++ where it is not set."""
+    return os.environ.get("CXX") or "g++"
+
+
 def former() -> Mapping[str, str]:
     """The environment, for names that others had before this package: `ParallelLayout.with_former_variables`."""
     return os.environ

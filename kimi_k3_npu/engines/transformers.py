@@ -9,7 +9,6 @@ folders too.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kimi_k3_npu import envs
 from kimi_k3_npu.checkpoint.load import ExpertWeights, Progress, load_model
 from kimi_k3_npu.config import KimiK3Config, read_config_file
 from kimi_k3_npu.engines.processing import register_auto_classes
@@ -161,7 +161,7 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
         """
         if self.device.type != "cpu":
             raise KimiK3Error(f"decoding is compiled on a CPU only, and this model is on {self.device}")
-        compiler = os.environ.get("CXX", "g++")
+        compiler = envs.cxx_compiler()
         if "backend" not in options and shutil.which(compiler) is None:
             raise KimiK3Error(f"compiling needs a C++ compiler, and {compiler} was not found; install it, or set CXX")
         self._decode_step = torch.compile(decode_step, **options)
