@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_k3_npu.config import TextConfig
 from kimi_k3_npu.model.experts import EXPERTS, ExpertForm, Experts
 from kimi_k3_npu.model.mlp import MLP
 from kimi_k3_npu.model.norm import RMSNorm
-from kimi_k3_npu.ops.linear import linear
 from kimi_k3_npu.ops.routing import route
 from kimi_k3_npu.parallel.experts import AllToAll, ExpertDispatch, Mc2
 from kimi_k3_npu.parallel.linear import ReplicatedLinear
@@ -37,7 +37,7 @@ class Router(Layer):
         """x [T, H] -> weights fp32 [T, k], expert ids [T, k]."""
         c = self.config
         return route(
-            linear(x.float(), self.weight),
+            F.linear(x.float(), self.weight),
             self.bias,
             c.num_experts_per_token,
             c.num_expert_group,

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k3_npu.ops.linear import linear
 from kimi_k3_npu.parallel.mesh import Mesh
 from kimi_k3_npu.parallel.shard import Layer, Piece
 
@@ -43,8 +42,8 @@ class VocabularyTable(Layer):
     def logits(self, hidden: Tensor, counts: Sequence[int]) -> Tensor:
         """hidden [n, H] -> fp32 [n, vocab]; counts: the rows each replica wants logits of."""
         if self.mesh.vocab.size == 1:
-            return linear(hidden, self.weight).float()
+            return F.linear(hidden, self.weight).float()
         rows = hidden if self._local() else self.mesh.all_replicas(hidden, counts)
-        shares = self.mesh.vocab.all_gather(linear(rows, self.weight).t(), [self.share] * self.mesh.vocab.size)
+        shares = self.mesh.vocab.all_gather(F.linear(rows, self.weight).t(), [self.share] * self.mesh.vocab.size)
         everyone = shares[: self.vocab_size].t().float()  # [rows, vocab]
         return everyone if self._local() else everyone[self.mesh.dp.bounds(counts)]

@@ -16,7 +16,6 @@ from torch import Tensor
 from kimi_k3_npu.ops.device import current
 from kimi_k3_npu.ops.fused_attention import Expanded, Latent, expanded, latent, refuse_expanded, refuse_latent
 from kimi_k3_npu.ops.limits import takes_anything
-from kimi_k3_npu.ops.linear import linear_by_head
 from kimi_k3_npu.ops.registry import define, npu_kernel, reference
 from kimi_k3_npu.ops.select import Candidate, Choice, choose
 
@@ -37,8 +36,7 @@ def causal_attention(
     parts = zip(q.split(list(query_lens)), k.split(list(kv_lens)), v.split(list(kv_lens)), strict=True)
     for queries, keys, values in parts:
         if queries.shape[0]:
-            keys, values = (x.transpose(0, 1).clone(memory_format=torch.contiguous_format) for x in (keys, values))
-            outputs.append(_attend(queries, keys, values, scale))
+            outputs.append(_attend(queries, keys.permute(1, 2, 0), values.transpose(0, 1), scale))
     return torch.cat(outputs)
 
 
@@ -70,25 +68,24 @@ def latent_attention(
     for queries, slot, length in zip(q.split(list(query_lens)), slots, kv_lens, strict=True):
         if queries.shape[0]:
             latent, rope = latent_pool[slot, :length], rope_pool[slot, :length]
-            keys = torch.cat([latent, rope], dim=-1).unsqueeze(0)  # [1, length, R + r], shared by the heads
+            keys = torch.cat([latent, rope], dim=-1).t().unsqueeze(0)  # [1, R + r, length], shared by the heads
             outputs.append(_attend(queries, keys, latent.unsqueeze(0), scale))
     return torch.cat(outputs)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """One sequence: q [n, h, D], keys [h or 1, L, D], values [h or 1, L, V] -> [n, h, V]; softmax in fp32."""
-    total, length, heads = q.shape[0], keys.shape[1], q.shape[1]
+    """One sequence: q [n, h, D], keys [h or 1, D, L], values [h or 1, L, V] -> [n, h, V]; softmax in fp32."""
+    total, length, heads = q.shape[0], keys.shape[-1], q.shape[1]
     rows = max(1, min(total, BLOCK, MAX_SCORES // (heads * length)))
     ahead = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
     outputs = []
     for start in range(0, total, rows):
         block = q[start : start + rows].transpose(0, 1)  # [h, b, D]
         visible = length - total + min(start + rows, total)
-        scores = linear_by_head(block, keys[:, :visible]).float().mul_(scale)
+        scores = (block @ keys[..., :visible]).float() * scale
         size = block.shape[1]
         scores[..., visible - size :].masked_fill_(ahead[:size, :size], float("-inf"))
-        weights = scores.softmax(dim=-1).to(values.dtype)
-        outputs.append(linear_by_head(weights, values[:, :visible].transpose(1, 2)).transpose(0, 1))
+        outputs.append((scores.softmax(dim=-1).to(values.dtype) @ values[:, :visible]).transpose(0, 1))
     return torch.cat(outputs)
 
 

@@ -19,7 +19,6 @@ from kimi_k3_npu.ops.device import current
 from kimi_k3_npu.ops.formats import is_nz
 from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refuse_visit, visit
 from kimi_k3_npu.ops.limits import FLOATS, takes_anything, wrong_dtype
-from kimi_k3_npu.ops.linear import linear
 from kimi_k3_npu.ops.quant import mxfp4_dequantize
 from kimi_k3_npu.ops.registry import define, npu_kernel, reference
 from kimi_k3_npu.ops.select import Candidate, Choice, choose
@@ -58,7 +57,7 @@ def moe_experts(
         return _element_wise(*arguments)
 
     def expert(e: int, rows: Tensor) -> Tensor:
-        return linear(gated_activation(linear(rows, w13[e]), beta, linear_beta), w2[e])
+        return gated_activation(rows @ w13[e].t(), beta, linear_beta) @ w2[e].t()
 
     return by_expert(x, weights, ids, first_expert, w13.shape[0], expert)
 
@@ -87,7 +86,7 @@ def moe_experts_mxfp4(
     def expert(e: int, rows: Tensor) -> Tensor:
         w13 = mxfp4_dequantize(w13_packed[e], w13_scale[e], rows.dtype)
         w2 = mxfp4_dequantize(w2_packed[e], w2_scale[e], rows.dtype)
-        return linear(gated_activation(linear(rows, w13), beta, linear_beta), w2)
+        return gated_activation(rows @ w13.t(), beta, linear_beta) @ w2.t()
 
     return by_expert(x, weights, ids, first_expert, w13_packed.shape[0], expert)
 

@@ -33,7 +33,6 @@ from kimi_k3_npu.ops.int4 import (
     unpack_rows,
 )
 from kimi_k3_npu.ops.limits import HALVES, takes_anything, wrong_dtype
-from kimi_k3_npu.ops.linear import linear
 from kimi_k3_npu.ops.quant import E2M1
 from kimi_k3_npu.ops.registry import define, npu_kernel, npu_layout, reference
 from kimi_k3_npu.ops.select import Candidate, Choice, choose
@@ -71,7 +70,7 @@ def moe_experts_w4a8(
 
     def expert(e: int, rows: Tensor) -> Tensor:
         first, second = w4a8_matrix(w13[e], w13_scale[e], x.dtype), w4a8_matrix(w2[e], w2_scale[e], x.dtype)
-        return linear(gated_activation(linear(rows, first), beta, linear_beta), second)
+        return gated_activation(rows @ first.t(), beta, linear_beta) @ second.t()
 
     return by_expert(x, weights, ids, first_expert, w13.shape[0], expert)
 
@@ -102,7 +101,7 @@ def moe_experts_int4_group(
     def expert(e: int, rows: Tensor) -> Tensor:
         first = int4_group_matrix([codes[e] for codes in w13], w13_scale[e], x.dtype)
         second = int4_group_matrix([codes[e] for codes in w2], w2_scale[e], x.dtype)
-        return linear(gated_activation(linear(rows, first), beta, linear_beta), second)
+        return gated_activation(rows @ first.t(), beta, linear_beta) @ second.t()
 
     return by_expert(x, weights, ids, first_expert, w13_scale.shape[0], expert)
 

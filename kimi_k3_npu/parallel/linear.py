@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k3_npu.ops.linear import linear
 from kimi_k3_npu.parallel.groups import Group
 from kimi_k3_npu.parallel.shard import Layer, Piece, split, whole
 
@@ -34,7 +34,7 @@ class MergedLinear(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, i] -> [T, sum of rows], the projections side by side in the order they were given."""
-        return linear(x, self.weight)
+        return F.linear(x, self.weight)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """The same, as one [T, rows] view per projection."""
@@ -50,7 +50,7 @@ class ColumnLinear(Layer):
         self.weight = self.allocate("weight", (out_features // group.size, in_features), piece, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return F.linear(x, self.weight)
 
 
 class RowLinear(Layer):
@@ -62,7 +62,7 @@ class RowLinear(Layer):
         self.weight = self.allocate("weight", (out_features, in_features // group.size), piece, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return F.linear(x, self.weight)
 
 
 class ReplicatedLinear(Layer):
@@ -73,4 +73,4 @@ class ReplicatedLinear(Layer):
         self.weight = self.allocate("weight", (out_features, in_features), whole(out_features, in_features), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return F.linear(x, self.weight)

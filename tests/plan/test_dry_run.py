@@ -92,7 +92,7 @@ class TestOneRank:
         cache = model.new_cache(1, 64)
         attention = CachedAttention(cache, [cache.join()], [32])
         ids = torch.zeros(32, dtype=torch.long)
-        with FlopCounterMode(display=False) as counter, torch.enable_grad():  # for products that it knows
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
             hidden = model(ids, attention)
             model.logits(hidden[:1])
         done = Rank(model.config, ParallelLayout(), "bf16").run("prefill", 1, 32, 32)
