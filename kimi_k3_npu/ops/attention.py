@@ -79,14 +79,14 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     rows = max(1, min(total, BLOCK, MAX_SCORES // (heads * length)))
     ahead = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
     outputs = []
-    for start in range(0, total, rows):
+    for start in reversed(range(0, total, rows)):  # the widest block first: what it frees has room for the others
         block = q[start : start + rows].transpose(0, 1)  # [h, b, D]
         visible = length - total + min(start + rows, total)
         scores = (block @ keys[..., :visible]).float() * scale
         size = block.shape[1]
         scores[..., visible - size :].masked_fill_(ahead[:size, :size], float("-inf"))
         outputs.append((scores.softmax(dim=-1).to(values.dtype) @ values[:, :visible]).transpose(0, 1))
-    return torch.cat(outputs)
+    return torch.cat(outputs[::-1])
 
 
 def attend_one(
