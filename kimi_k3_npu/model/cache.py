@@ -49,7 +49,7 @@ class ModelCache:
         def pool(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
 
-        # One tensor a layer: a captured graph copies what it writes only a part of.
+        # One tensor a layer: a captured graph copies all of a tensor that it writes a part of.
         self._mla = {layer: (pool(self.capacity, R), pool(self.capacity, r)) for layer in config.mla_layers}
         self._kda = {
             layer: (pool(W - 1, 3 * heads * d), pool(heads, d, d, dtype=torch.float32)) for layer in config.kda_layers

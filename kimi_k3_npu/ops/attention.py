@@ -95,8 +95,8 @@ def attend_one(
     """The absorbed form for one query of each sequence: q_latent [S, h, R], q_rope [S, h, r], latent [S, L, R], rope
     [S, L, r] -> [S, h, R].
 
-    lengths [S]: how many rows each sequence has, all of them if None. Rows past a length must be finite: masked scores
-    take their values no further, but NaN would.
+    lengths [S]: how many rows each sequence has, all of them if None. Rows past a length get the weight 0, but have to
+    be finite all the same, since 0 times NaN is NaN; a cache clears its slots for that.
     """
     scores = (q_latent @ latent.transpose(1, 2) + q_rope @ rope.transpose(1, 2)).float() * scale  # [S, h, L]
     if lengths is not None:

@@ -50,11 +50,12 @@ def moe_experts(
 
     beta and linear_beta are SiTU's; beta None means SiLU. The weighted sum is in fp32.
     """
-    arguments = (x, weights, ids, w13, w2, first_expert, beta, linear_beta)
-    if x.shape[0] <= FEW_TOKENS and ids.numel() >= w13.shape[0]:
-        return _every_expert(*arguments)
-    if torch.compiler.is_compiling():  # a graph's shapes cannot depend on where the tokens go
-        return _element_wise(*arguments)
+    few = x.shape[0] <= FEW_TOKENS and ids.numel() >= w13.shape[0]
+    if few or torch.compiler.is_compiling():  # a graph's shapes cannot depend on where the tokens go
+        held = (ids >= first_expert) & (ids < first_expert + w13.shape[0])
+        places = torch.where(held, ids - first_expert, 0)
+        visits = (_every_expert if few else _element_wise)(x, places, w13, w2, beta, linear_beta)
+        return _add_up(visits.masked_fill(~held.unsqueeze(-1), 0.0), weights, x.dtype)
 
     def expert(e: int, rows: Tensor) -> Tensor:
         return gated_activation(rows @ w13[e].t(), beta, linear_beta) @ w2[e].t()
@@ -121,50 +122,34 @@ def by_expert(
     outputs = [expert(e, rows[a:b]) for e, (a, b) in enumerate(pairwise(borders)) if b > a]
     nothing = x.new_zeros(1, x.shape[1])  # what a token gets from experts held elsewhere
     where = torch.full_like(flat, borders[-1]).index_copy(0, order, places.to(flat.dtype))
-    visits = torch.cat([*outputs, nothing]).index_select(0, where).float().unflatten(0, ids.shape)  # [T, k, H]
-    return torch.bmm(weights.unsqueeze(1), visits).squeeze(1).to(x.dtype)
+    visits = torch.cat([*outputs, nothing]).index_select(0, where).float().unflatten(0, ids.shape)
+    return _add_up(visits, weights, x.dtype)
+
+
+def _add_up(visits: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """visits fp32 [T, k, H] by their weights [T, k] -> [T, H] in `dtype`."""
+    return torch.bmm(weights.unsqueeze(1), visits).squeeze(1).to(dtype)
 
 
 def _every_expert(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    first: int,
-    beta: float | None,
-    linear_beta: float | None,
+    x: Tensor, places: Tensor, w13: Tensor, w2: Tensor, beta: float | None, linear_beta: float | None
 ) -> Tensor:
-    """`moe_experts` by two products of all experts with all of a few tokens: reading the matrices is what takes time,
-    and with as many visits as experts most are read anyway (of few held of many, more than need be)."""
+    """What each token gets from the experts at its places [T, k], fp32 [T, k, H], by two products of all experts with
+    all tokens. Reading the matrices is what takes time with few tokens, and with as many visits as experts most are
+    read anyway (of few held of many, more than need be)."""
     inner = gated_activation(x @ w13.transpose(1, 2), beta, linear_beta)  # [E, T, I]
     outputs = (inner @ w2.transpose(1, 2)).float()  # [E, T, H]
-    held = (ids >= first) & (ids < first + w13.shape[0])
-    tokens = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-    where = torch.where(held, (ids - first) * x.shape[0] + tokens, 0)  # [T, k], rows of [E T, H]
-    visits = outputs.flatten(0, 1).index_select(0, where.flatten()).unflatten(0, ids.shape)
-    visits = visits.masked_fill(~held.unsqueeze(-1), 0.0)
-    return torch.bmm(weights.unsqueeze(1), visits).squeeze(1).to(x.dtype)
+    rows = places * x.shape[0] + torch.arange(x.shape[0], device=x.device).unsqueeze(1)  # [T, k], of [E T, H]
+    return outputs.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, places.shape)
 
 
 def _element_wise(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    first: int,
-    beta: float | None,
-    linear_beta: float | None,
+    x: Tensor, places: Tensor, w13: Tensor, w2: Tensor, beta: float | None, linear_beta: float | None
 ) -> Tensor:
-    """`moe_experts` by sums over elements, which a compiler turns into loops over the matrices where they lie."""
-    held = (ids >= first) & (ids < first + w13.shape[0])
-    places = torch.where(held, ids - first, 0)
+    """The same by sums over elements, which a compiler turns into loops over the matrices where they lie."""
     gate_up = (w13[places].float() * x[:, None, None].float()).sum(-1).to(x.dtype)  # [T, k, 2I]
     inner = gated_activation(gate_up, beta, linear_beta)
-    visits = (w2[places].float() * inner.unsqueeze(-2).float()).sum(-1)  # [T, k, H]
-    visits = visits.masked_fill(~held.unsqueeze(-1), 0.0)
-    return torch.bmm(weights.unsqueeze(1), visits).squeeze(1).to(x.dtype)
+    return (w2[places].float() * inner.unsqueeze(-2).float()).sum(-1)
 
 
 def _one_token(
