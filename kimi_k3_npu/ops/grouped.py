@@ -59,6 +59,17 @@ def visit(x: Tensor, ids: Tensor, experts: int, first: int, inner: int, device: 
     return Visit(tokens, top_k, experts, first, x.shape[1], inner, x.dtype, device)
 
 
+def owners(counts: Tensor, rows: int, first: int) -> Tensor:
+    """The expert of each of `rows` rows that arrived sorted by expert, counts [E] of each from `first` on: [rows, 1].
+
+    Rows to spare past the last expert's get the id after the last one held here: the operators refuse negative ids, and
+    compute nothing for ids that are not held. No count reaches the host, and shapes do not depend on any.
+    """
+    place = torch.arange(rows, device=counts.device)
+    local = torch.searchsorted(counts.to(torch.int64).cumsum(0), place, right=True)
+    return (first + local).unsqueeze(1)
+
+
 def refuse_visit(case: Visit) -> str | None:
     """What holds for experts in any format."""
     if reason := nothing_to_run(case.device, case.tokens):

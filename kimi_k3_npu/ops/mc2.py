@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kimi_k3_npu import envs
 from kimi_k3_npu.ops.device import Device, Soc, current
+from kimi_k3_npu.ops.grouped import owners
 from kimi_k3_npu.ops.limits import HALVES, wrong_dtype
 
 #: rows [n, L], weights fp32 [n, k], expert ids [n, k] -> [n, L], summed over the experts held by this rank.
@@ -169,12 +170,9 @@ def mc2(z: Tensor, weights: Tensor, ids: Tensor, experts: ExpertsFunction, large
     rows, _, handle, counts, received, _, arrived = torch.ops.npu.npu_moe_distribute_dispatch_v2(
         z, ids, **common, **sent
     )
-    # There is room for all rows that might have come. Those past the last that did hold anything: they get the id of an
-    # expert of the next rank, so that nothing is computed for them.
-    place = torch.arange(rows.shape[0], device=rows.device)
-    local = torch.searchsorted(counts.cumsum(0), place, right=True)
-    row_ids = (of.rank * (of.experts // of.ranks) + local) % of.experts
-    results = experts(rows, torch.ones_like(row_ids, dtype=torch.float32).unsqueeze(1), row_ids.unsqueeze(1))
+    # There is room for all rows that might have come; those past the last that did hold anything.
+    row_ids = owners(counts, rows.shape[0], of.rank * (of.experts // of.ranks))
+    results = experts(rows, torch.ones_like(row_ids, dtype=torch.float32), row_ids)
     back = {"expand_scales": arrived} if limits.sends_weights else {}
     combined = torch.ops.npu.npu_moe_distribute_combine_v2(results, ids, handle, received, weights, **common, **back)
     return combined.narrow(0, 0, n)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kimi_k3_npu.config import TextConfig
 from kimi_k3_npu.engines.sglang import symbols as engine
+from kimi_k3_npu.ops.grouped import owners
 from kimi_k3_npu.ops.mc2 import ExpertsFunction
 from kimi_k3_npu.parallel.groups import Group
 
@@ -21,14 +22,14 @@ class DeepEP:
     """
 
     def __init__(self, config: TextConfig, group: Group, coordinator: Any, dtype: torch.dtype) -> None:
-        self.held = config.num_experts // group.size
-        self.first = group.rank * self.held
+        held = config.num_experts // group.size
+        self.first = group.rank * held
         self.dispatcher = engine.DeepEPDispatcher(
             group=coordinator.device_group,
             router_topk=config.num_experts_per_token,
             permute_fusion=True,
             num_experts=config.num_experts,
-            num_local_experts=self.held,
+            num_local_experts=held,
             hidden_size=config.expert_hidden_size,
             params_dtype=dtype,
             deepep_mode=engine.get_deepep_mode(),
@@ -45,17 +46,7 @@ class DeepEP:
         rows = sent.hidden_states
         if sent.hidden_states_scale is not None:  # DEEP_NORMAL_MODE_USE_INT8_QUANT: a scale a row
             rows = (rows.float() * sent.hidden_states_scale.unsqueeze(1)).to(z.dtype)
-        owner = self.owners(torch.as_tensor(counts, device=rows.device), rows.shape[0])
+        owner = owners(torch.as_tensor(counts, device=rows.device), rows.shape[0], self.first)
         results = experts(rows, torch.ones_like(owner, dtype=torch.float32), owner)
         combine = engine.DeepEPLLCombineInput if low_latency else engine.DeepEPNormalCombineInput
         return self.dispatcher.combine(combine(results, sent.topk_ids, sent.topk_weights))
-
-    def owners(self, counts: Tensor, rows: int) -> Tensor:
-        """The expert of each of `rows` rows, [rows, 1]; rows past the last expert's get an id that no rank holds.
-
-        No value of `counts` reaches the host, and shapes do not depend on it.
-        """
-        ends = counts.to(torch.int64).cumsum(0)
-        local = torch.searchsorted(ends, torch.arange(rows, device=counts.device), right=True)
-        beyond = torch.full_like(local, -1)
-        return torch.where(local < self.held, local + self.first, beyond).unsqueeze(1)

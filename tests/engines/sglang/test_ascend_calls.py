@@ -37,14 +37,12 @@ def test_low_latency_rows_find_their_experts_without_the_host() -> None:
     import torch
     from kimi_k3_npu_test_cpu_platform.watch import Watch
 
-    from kimi_k3_npu.engines.sglang.experts import DeepEP
+    from kimi_k3_npu.ops.grouped import owners
 
-    dispatch = DeepEP.__new__(DeepEP)
-    dispatch.held, dispatch.first = 4, 8
     with Watch() as watch:
-        owners = dispatch.owners(torch.tensor([2, 0, 3, 0], dtype=torch.int32), 8)
+        found = owners(torch.tensor([2, 0, 3, 0], dtype=torch.int32), 8, first=8)
     assert not watch.found
-    assert owners.flatten().tolist() == [8, 8, 10, 10, 10, -1, -1, -1]
+    assert found.flatten().tolist() == [8, 8, 10, 10, 10, 12, 12, 12]
 
 
 @pytest.mark.parametrize("name", ["k3", "kimi-linear"])
