@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,7 @@ from torch import Tensor
 from kimi_k3_npu.checkpoint.folder import SHARD_PATTERNS
 from kimi_k3_npu.checkpoint.forms import INT4X2, MXFP4
 from kimi_k3_npu.checkpoint.names import ROTATION, VISION_PREFIXES, normalise
-from kimi_k3_npu.checkpoint.plan import Assignment, plan_loading, records_of
+from kimi_k3_npu.checkpoint.plan import Assignment, LoadPlan, plan_loading, records_of
 from kimi_k3_npu.checkpoint.reader import Checkpoint, collector_paused
 from kimi_k3_npu.checkpoint.storage import ExpertWeights, Storage, StorageName, read_storage
 from kimi_k3_npu.checkpoint.stream import bytes_to_read, read_weights
@@ -25,7 +25,7 @@ from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
-from kimi_k3_npu.parallel.shard import layers
+from kimi_k3_npu.parallel.shard import Layer, layers
 
 __all__ = ["VISION_PREFIXES", "ExpertWeights", "Progress", "load_model", "load_weights"]
 
@@ -129,17 +129,10 @@ def load_weights(
 ) -> None:
     """Fill every parameter of `model` from `checkpoint`, leaving out tensors whose names start with one of `skip`.
 
-    What is unusual but harmless is warned of. Raises CheckpointError with all faults; the model is then not to be used.
+    What is unusual but harmless is warned of. Raises CheckpointError with all faults; the model is then not to be used,
+    unless `check_weights` would have raised them: then nothing was changed.
     """
-    plan = plan_loading(model, checkpoint.entries, storage.names(model.experts), skip=skip)
-    faults = [*plan.faults, *storage.faults_beside(plan.faults)]
-    small = [assignment for assignment in plan.assignments if assignment.target.row.fix]
-    for _ in read_weights(checkpoint, small, faults):
-        pass  # what is wrong with them is said before all is read
-    if faults:
-        raise CheckpointError.from_faults(checkpoint.folder, faults)
-    for _, layer in layers(model):
-        layer.restore()
+    plan = check_weights(model, checkpoint, storage, skip=skip)
     store, done, total = _Store(model), 0, bytes_to_read(checkpoint, plan.assignments)
 
     def count(nbytes: int) -> None:
@@ -148,12 +141,52 @@ def load_weights(
         if progress:
             progress(done, total)
 
-    for assignment, tensors in read_weights(checkpoint, plan.assignments, faults, scan=scan, on_bytes=count):
-        store.put(assignment, tensors)
+    faults: list[Fault] = []
+    for members, assignments in _in_turn(model, plan.assignments):
+        for layer in members:
+            layer.restore()
+        for assignment, tensors in read_weights(checkpoint, assignments, faults, scan=scan, on_bytes=count):
+            store.put(assignment, tensors)
+        if not faults:
+            for layer in members:
+                layer.prepare()
     if faults:
         raise CheckpointError.from_faults(checkpoint.folder, faults)
     warn_of(checkpoint.folder, [*storage.notes, *plan.notes])
-    model.prepare()
+
+
+def check_weights(
+    model: KimiK3ForCausalLM, checkpoint: Checkpoint, storage: Storage, *, skip: Collection[str] = ()
+) -> LoadPlan:
+    """What of `checkpoint` fills what of `model`. Changes nothing; raises CheckpointError with all faults that show
+    before weights are read."""
+    plan = plan_loading(model, checkpoint.entries, storage.names(model.experts), skip=skip)
+    faults = [*plan.faults, *storage.faults_beside(plan.faults)]
+    small = [assignment for assignment in plan.assignments if assignment.target.row.fix]
+    for _ in read_weights(checkpoint, small, faults):
+        pass  # what is wrong with them is said before all is read
+    if faults:
+        raise CheckpointError.from_faults(checkpoint.folder, faults)
+    return plan
+
+
+def _in_turn(
+    model: KimiK3ForCausalLM, assignments: Sequence[Assignment]
+) -> Iterator[tuple[list[Layer], list[Assignment]]]:
+    """Layers that are filled together, and what fills them.
+
+    That is all, but what an earlier load has laid out for the device comes layer by layer: until its new values are
+    laid out, memory holds it twice.
+    """
+    laid_out = {path: layer for path, layer in layers(model) if layer.is_laid_out}
+    others = [layer for path, layer in layers(model) if path not in laid_out]
+    shares: dict[str, list[Assignment]] = {"": [], **{path: [] for path in laid_out}}
+    for assignment in assignments:
+        path = assignment.target.parameter.rpartition(".")[0]
+        shares[path if path in laid_out else ""].append(assignment)
+    yield others, shares.pop("")
+    for path, share in shares.items():
+        yield [laid_out[path]], share
 
 
 def file_notes(checkpoint: Checkpoint) -> Iterator[Fault]:
@@ -182,7 +215,7 @@ class _Store:
 
     def __init__(self, model: KimiK3ForCausalLM) -> None:
         self._experts = model.experts
-        self._parameters = dict(model.named_parameters())
+        self._model = model
         self._records = records_of(model)
         self._started: set[str] = set()
 
@@ -193,7 +226,7 @@ class _Store:
             for kept, tensor in target.form.kept[self._experts](tensors).items():
                 self._place(target.parameter + kept, target.piece, tensor.shape).copy_(tensor)
             return
-        parameter = self._parameters[target.parameter]
+        parameter = self._model.get_parameter(target.parameter)
         if target.row.fix:
             values = target.row.fix(tensors[".weight"], assignment.record.shape)[assignment.record.source]
         else:
@@ -207,7 +240,7 @@ class _Store:
 
     def _place(self, parameter: str, piece: str, shape: torch.Size) -> Tensor:
         """The part of `parameter` that `piece` fills, in the `shape` in which it comes."""
-        place = self._parameters[parameter][self._records[parameter][piece].target]
+        place = self._model.get_parameter(parameter)[self._records[parameter][piece].target]
         return place.view(shape)
 
 

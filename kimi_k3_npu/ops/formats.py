@@ -42,6 +42,26 @@ def mxfp4_layout_npu(packed: Tensor) -> Tensor:
     return packed if current().soc != "a5" or is_nz(packed) else as_nz(packed, True)
 
 
+@define("overwrite(Tensor(a!) kept, Tensor values) -> bool")
+def overwrite(kept: Tensor, values: Tensor) -> bool:
+    """Write `values` over `kept`, where captured graphs read them; False, and nothing done, where that cannot be."""
+    if (kept.shape, kept.dtype) != (values.shape, values.dtype):
+        return False
+    kept.copy_(values)
+    return True
+
+
+@npu_layout("overwrite")
+def overwrite_npu(kept: Tensor, values: Tensor) -> bool:
+    """What lies in NZ is copied as the bytes that were cast, of whatever dtype a view of them is: other dtypes have
+    other tiles. On an A5 torch_npu copies nothing into NZ."""
+    nz = is_nz(kept)
+    if nz != is_nz(values) or (nz and current().soc == "a5"):
+        return False
+    pair = (kept.view(torch.int8), values.view(torch.int8)) if nz else (kept, values)
+    return reference("overwrite")(*pair)
+
+
 @dataclass(frozen=True)
 class Cast:
     """One cast on one device; `row_bytes` is the length of a row."""

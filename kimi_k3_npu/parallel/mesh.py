@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kimi_k3_npu import envs
 from kimi_k3_npu.errors import LayoutError
+from kimi_k3_npu.ops.device import current
+from kimi_k3_npu.parallel.agreement import check_alike
 from kimi_k3_npu.parallel.groups import Group
 from kimi_k3_npu.parallel.layout import AxisName, ParallelLayout
 
@@ -46,13 +49,21 @@ class Mesh:
 
     @classmethod
     def distributed(cls, layout: ParallelLayout) -> Mesh:
-        """The mesh of this process, with process groups. Every process of the world must call it, in the same order."""
+        """The mesh of this process, with process groups. Every process of the world must call it, in the same order.
+
+        Raises:
+            LayoutError: The world is not there, or has another size than `layout`.
+            LaunchError: Ranks differ in what decides whether MC2 takes a pass. Raised on every rank.
+        """
         if not dist.is_initialized():
             raise LayoutError("torch.distributed is not initialised; call init_process_group before Mesh.distributed")
         world, rank = dist.get_world_size(), dist.get_rank()
         if world != layout.world:
             raise LayoutError(f"layout {layout} is for {layout.world} ranks, torch.distributed has {world}")
         planned = cls.inspect(layout, rank)
+        if layout.moe_dispatch == "mc2":
+            settings = {"HCCL_BUFFSIZE": envs.hccl_buffer_megabytes, "the NPU": lambda: current().soc}
+            check_alike("dispatch=mc2", settings)
         groups: dict[str, Any] = {}
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         # Every process takes part in making every group, also of those it is no member of.

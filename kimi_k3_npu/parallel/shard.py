@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kimi_k3_npu.ops.formats import overwrite
 from kimi_k3_npu.parallel.groups import Group
 
 Slices = tuple[slice, ...]
@@ -62,7 +63,9 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._pieces: dict[str, Mapping[str, Piece]] = {}
-        self._laid_out: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        # Of parameters that were laid out: how they are published, and during a load, what it will write over.
+        self._published: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._former: dict[str, nn.Parameter] = {}
 
     def allocate(
         self, name: str, shape: tuple[int, ...], pieces: Piece | Mapping[str, Piece], dtype: torch.dtype | None = None
@@ -81,18 +84,34 @@ class Layer(nn.Module):
         return self._pieces[parameter]
 
     def lay_out(self, name: str, values: Tensor) -> None:
-        """From now on keep the parameter `name` as `values`: the same, as a device takes them. It may be itself."""
+        """From now on keep the parameter `name` as `values`: the same, as a device takes them. It may be itself.
+
+        After a reload they go where the former ones lie, if the device can do that: captured graphs read them there.
+        """
         parameter = self.get_parameter(name)
-        if values is not parameter:
-            self._laid_out.setdefault(name, (parameter.shape, parameter.dtype))
-            self.register_parameter(name, nn.Parameter(values, requires_grad=False))
+        if values is parameter:
+            return
+        self._published.setdefault(name, (parameter.shape, parameter.dtype))
+        former = self._former.pop(name, None)
+        if former is None or not overwrite(former, values):
+            former = nn.Parameter(values, requires_grad=False)
+        self.register_parameter(name, former)
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether a device has been given some parameter otherwise than as it was published."""
+        return bool(self._published)
 
     def restore(self) -> None:
-        """Give parameters that were laid out otherwise their own shapes again, for a load to fill; values are lost."""
-        for name, (shape, dtype) in self._laid_out.items():
-            empty = torch.empty(shape, dtype=dtype, device=self.get_parameter(name).device)
-            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
-        self._laid_out.clear()
+        """Give parameters that were laid out otherwise their published shapes again, for a load to fill.
+
+        What was laid out stays where it is until `prepare` lays out the new values, and is then written over.
+        """
+        for name, (shape, dtype) in self._published.items():
+            if name not in self._former:  # a load that failed has left it published already
+                former = self._former[name] = self.get_parameter(name)
+                empty = torch.empty(shape, dtype=dtype, device=former.device)
+                self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     def prepare(self) -> None:
         """Derive what is computed once from loaded weights. Called after every load; the default derives nothing."""

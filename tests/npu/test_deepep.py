@@ -1,13 +1,12 @@
 """What SGLang's DeepEP dispatcher delivers, on the NPU's grouped products: the two sides of `engines.sglang.experts`.
 
-SGLang and torch_npu are not installed together here, so SGLang's types are stood in for. Its dispatcher gives each
-rank the rows of all ranks that its experts want, sorted by expert, and how many each expert gets: as a list (normal), or
-as a tensor beside a buffer with rows to spare that hold anything (low latency). It adds up what comes back.
+SGLang is not installed beside torch_npu here, so its types are stood in for. Its dispatcher gives a rank the rows that
+its experts want, sorted by expert, and how many each expert gets: as a list (normal), or as a tensor beside a buffer
+with rows to spare that hold anything (low latency). It adds up what comes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -32,8 +31,6 @@ __all__ = ["emulated"]
 
 T, K = 9, 4
 SPARE = 5
-
-Delivered = NamedTuple("Delivered", [("rows", Tensor), ("counts", list[int]), ("pairs", list[tuple[int, int]])])
 
 
 class Normal(NamedTuple):

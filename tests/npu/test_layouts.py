@@ -106,6 +106,29 @@ def test_what_no_product_takes_stays_as_it_is(kind: type[Experts], device: Devic
     assert all(parameter is before[name] for name, parameter in layer.named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("kind", "device", "stays"),
+    [(W4A8Experts, A2, True), (W4A8Experts, A3, True), (PackedExperts, A3, True), (PackedExperts, A5, False)],
+    ids=["W4A8 on a2", "W4A8 on a3", "MXFP4 on a3", "MXFP4 on a5"],
+)
+def test_what_is_laid_out_again_is_written_over_the_former(kind: type[Experts], device: Device, stays: bool) -> None:
+    """Captured graphs read it there. On an A5 nothing can be copied into NZ, and the engine captures them again."""
+    layer, other = filled(kind), filled(kind)
+    wanted = visit(other).float()
+    with on_cpu(), assume(device):
+        layer.prepare()
+        visit(layer)
+        places, tiles = ({n: f(p) for n, p in layer.named_parameters()} for f in (Tensor.data_ptr, nz_tiles))
+        layer.restore()
+        layer.restore()  # as after a load that failed
+        for name, parameter in layer.named_parameters():
+            parameter.data.copy_(other.get_parameter(name))
+        layer.prepare()
+        assert ({name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == places) is stays
+        assert {name: nz_tiles(parameter) for name, parameter in layer.named_parameters()} == tiles
+    torch.testing.assert_close(visit(layer).float(), wanted, rtol=0, atol=0)
+
+
 def test_loading_lays_out_and_can_be_done_again(oracle: Callable[[str], Oracle]) -> None:
     source = oracle("k3-w4a8")
     published = source.model.layers["2"].mlp.experts
@@ -115,12 +138,14 @@ def test_loading_lays_out_and_can_be_done_again(oracle: Callable[[str], Oracle])
         assert (layer.w13.dtype, layer.w13_scale.dtype) == (torch.int32, torch.int64)
         assert published.w13.dtype == torch.int8
         first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
         checkpoint = Checkpoint.open(source.folder)
         load_weights(model, checkpoint, read_storage(checkpoint, model.config))
     again = model.state_dict()
     assert again.keys() == first.keys()
     for name, tensor in again.items():
         assert torch.equal(tensor, first[name]), name
+        assert tensor.data_ptr() == places[name], name
     x, weights = torch.randn(T, model.config.text.expert_hidden_size), torch.rand(T, 4)
     ids = torch.stack([torch.randperm(16)[:4] for _ in range(T)])
     assert torch.equal(layer(x, weights, ids), published(x, weights, ids))

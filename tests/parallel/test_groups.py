@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 
 import pytest
@@ -23,6 +24,8 @@ TABLES = {
     "within replicas": ("tp=3,dp=3,lm_head=dp", 2, [0, 2, 3]),
     "no rows": ("tp=3,dp=3", 7, [0, 0, 0]),
 }
+#: HCCL_BUFFSIZE of three ranks.
+BUFFERS = {"alike": ["1800"] * 3, "one differs": ["1800", "", "1800"], "one is no number": ["1800", "1800", "2G"]}
 
 
 def cases_of() -> dict[tuple[str, str], Case]:
@@ -37,6 +40,8 @@ def cases_of() -> dict[tuple[str, str], Case]:
     cases["mc2", "three ranks"] = {"what": "groups_of_mc2", "layout": "tp=3,dispatch=mc2"}
     cases["mc2", "stages"] = {"what": "groups_of_mc2", "layout": "pp=3,dispatch=mc2"}
     cases["mesh", "too large"] = {"what": "refused_mesh", "layout": "tp=2,pp=2"}
+    for name, buffers in BUFFERS.items():
+        cases["mesh", name] = {"what": "refused_mesh", "layout": "tp=3,dispatch=mc2", "buffers": buffers}
     return cases
 
 
@@ -102,6 +107,21 @@ def test_the_operators_that_communicate_have_a_process_group_of_their_own(result
 @pytest.mark.slow
 def test_a_layout_for_another_number_of_ranks(results: dict) -> None:
     assert results["mesh", "too large"] == ["layout tp=2,pp=2 is for 4 ranks, torch.distributed has 3"] * 3
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_the_dispatch_before_anything_runs(results: dict) -> None:
+    """Each alone would choose MC2 or the all-to-all by its own buffer, and wait for the others for ever."""
+    zero, one, two = (f"{rank} ({socket.gethostname()})" for rank in range(3))
+    found = {
+        "one differs": f"1800 on ranks {zero}, {two}, 200 on rank {one}",
+        "one is no number": f"1800 on ranks {zero}, {one}, not valid (HCCL_BUFFSIZE='2G' is not a number of megabytes) "
+        f"on rank {two}",
+    }
+    assert results["mesh", "alike"] == ["nothing was raised"] * 3
+    for name, values in found.items():
+        wanted = f"dispatch=mc2 needs the same on all ranks: HCCL_BUFFSIZE is {values}; set it alike on every node"
+        assert results["mesh", name] == [wanted] * 3
 
 
 def test_one_rank_needs_no_process_group() -> None:

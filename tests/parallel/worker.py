@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kimi_k3_npu import load_model
-from kimi_k3_npu.errors import LayoutError
+from kimi_k3_npu.errors import LaunchError, LayoutError
 from kimi_k3_npu.model.attention import CachedAttention
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.model.moe import DispatchedMoE, GatheredMoE
@@ -173,11 +173,13 @@ def groups_of_mc2(layout: str) -> list[str]:
     return shared
 
 
-def refused_mesh(layout: str) -> str:
-    """The message with which this world is refused for a layout of another size."""
+def refused_mesh(layout: str, buffers: list[str] | None = None) -> str:
+    """The message with which every rank is refused: for a layout of another size, or for its own HCCL_BUFFSIZE."""
+    own = {"HCCL_BUFFSIZE": buffers[dist.get_rank()]} if buffers else {}
     try:
-        Mesh.distributed(ParallelLayout.parse(layout))
-    except LayoutError as error:
+        with patch.dict(os.environ, own):
+            Mesh.distributed(ParallelLayout.parse(layout))
+    except (LayoutError, LaunchError) as error:
         return str(error)
     return "nothing was raised"
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.engines.sglang import symbols as engine
-from kimi_k3_npu.engines.sglang.weights import LOAD_FORMATS, Source
+from kimi_k3_npu.engines.sglang.weights import LOAD_FORMATS, Source, check
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 
 _log = logging.getLogger(__name__)
@@ -20,21 +20,29 @@ def reload(
 ) -> tuple[bool, str]:
     """Load `model_path` in place of what is served, on all ranks or on none. Returns success, and a message.
 
-    Weights change in place, so captured graphs stay valid.
+    What shows before weights are read is found before anything changes. Weights change in place wherever the device
+    can do that; where some had to move, graphs that were captured are captured again, as they are on request.
     """
     if refusal := _refusal(load_format, weight_name_filter):
         return False, refusal
     model, served = updater.get_model(), engine.get_model().model_path
-    problem = _everywhere(_try_to_load(model, model_path, check=True))
-    if problem:
+    source, problem = _open(model, model_path)
+    if problem := _everywhere(problem):
+        return False, f"{problem}. Nothing was changed; still serving {served}."
+    assert source is not None
+    places = _places(model.network)
+    if problem := _everywhere(_load(model, source)):
         _log.error("%s; going back to %s", problem, served)
-        back = _everywhere(_try_to_load(model, served, check=False))
+        former, reason = _open(model, served)
+        back = _everywhere(reason or _load(model, former))
         if back:
             raise RuntimeError(f"{problem}; and the weights served before cannot be read again: {back}")
+        _capture_again(updater, places)
         return False, f"Failed to update weights: {problem}. Still serving {served}."
     updater.model_config.model_path = model_path
     config = engine.LoadConfig(load_format=load_format)
     updater.update_model_fields(model, model_path=model_path, load_format=load_format, load_config=config)
+    _capture_again(updater, () if recapture_cuda_graph else places)
     return True, "Succeeded to update model weights."
 
 
@@ -48,18 +56,42 @@ def _refusal(load_format: str, weight_name_filter: Any) -> str | None:
     return None
 
 
-def _try_to_load(model: Any, path: str, *, check: bool) -> str:
-    """Load and return "", or what is wrong."""
+def _open(model: Any, path: str) -> tuple[Source | None, str]:
+    """The weights of `path`, which nothing is changed by, or what keeps them from being loaded."""
+    network = model.network
     try:
-        network = model.network
         source = Source.open(path, network.config)
-        if check and (difference := _difference(network, source)):
-            return f"{path} is another network than the one that runs: {difference}"
-        model.load(source)
+        if difference := _difference(network, source):
+            return None, f"{path} is another network than the one that runs: {difference}"
+        check(network, source)
     except Exception as error:  # whatever it is, the ranks must agree on what to do
-        _log.exception("loading %s failed", path)
+        _log.exception("opening %s failed", path)
+        return None, str(error)
+    return source, ""
+
+
+def _load(model: Any, source: Source | None) -> str:
+    """Load and return "", or what is wrong."""
+    assert source is not None
+    try:
+        model.load(source)
+    except Exception as error:  # as above
+        _log.exception("loading %s failed", source.checkpoint.folder)
         return str(error)
     return ""
+
+
+def _places(network: KimiK3ForCausalLM) -> tuple[int, ...]:
+    """Where what a captured graph reads lies."""
+    return tuple(tensor.data_ptr() for tensor in (*network.parameters(), *network.buffers()))
+
+
+def _capture_again(updater: Any, places: tuple[int, ...]) -> None:
+    """Capture SGLang's graphs again, if there are any, unless on every rank all weights lie at `places`."""
+    moved = _everywhere("moved" if _places(updater.get_model().network) != places else "")
+    if moved and updater.device != "cpu" and engine.get_exec().graph.cuda_graph_config.decode.backend != "disabled":
+        _log.info("weights have moved: capturing graphs again")
+        updater.recapture_cuda_graph()
 
 
 def _difference(network: KimiK3ForCausalLM, source: Source) -> str:

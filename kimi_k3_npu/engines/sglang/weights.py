@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from kimi_k3_npu import envs
 from kimi_k3_npu.checkpoint.forms import INT4X2, MXFP4, PLAIN
-from kimi_k3_npu.checkpoint.load import VISION_PREFIXES, ExpertWeights, empty_model, load_weights
+from kimi_k3_npu.checkpoint.load import VISION_PREFIXES, ExpertWeights, check_weights, empty_model, load_weights
 from kimi_k3_npu.checkpoint.reader import Checkpoint
 from kimi_k3_npu.checkpoint.storage import Storage, read_storage
 from kimi_k3_npu.config import MXFP4_GROUP, KimiK3Config
@@ -26,6 +27,9 @@ from kimi_k3_npu.parallel.mesh import Mesh
 
 #: `--load-format`s whose files our loader reads, and the one that reads none.
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+#: A repository of a hub. More or fewer slashes, or a first dot, make a path.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 _log = logging.getLogger(__name__)
 
@@ -86,10 +90,20 @@ def launched_source(config: KimiK3Config) -> Source:
 
 
 def _folder(path: str) -> Path:
-    """What SGLang's own loader would read for `path`: itself, or where a hub's files have been downloaded to."""
+    """What SGLang's own loader would read for `path`: itself, or where a hub's files have been downloaded to.
+
+    Raises LaunchError if it is neither a folder nor the name of a model that can be had.
+    """
+    if not Path(path).is_dir() and not _HUB_NAME.fullmatch(path):
+        raise LaunchError(f"{path} is not a folder on this machine, nor the name of a model on a hub (owner/name)")
     settings = engine.get_model()
     config = engine.LoadConfig(load_format="safetensors", download_dir=settings.download_dir)
-    folder, _, _ = engine.DefaultModelLoader(config)._prepare_weights(path, settings.revision, fall_back_to_pt=False)
+    try:
+        folder, _, _ = engine.DefaultModelLoader(config)._prepare_weights(
+            path, settings.revision, fall_back_to_pt=False
+        )
+    except Exception as error:  # whatever the hub's client raises
+        raise LaunchError(f"{path}: SGLang's loader finds no weights there: {error}") from error
     return Path(folder)
 
 
@@ -104,6 +118,11 @@ def empty_network(
     return empty_model(config, source.checkpoint, mesh, dtype=dtype, experts=source.experts, vision=vision)
 
 
+def check(network: KimiK3ForCausalLM, source: Source) -> None:
+    """Raise CheckpointError with every fault that shows before weights are read. Changes nothing."""
+    check_weights(network, source.checkpoint, source.storage, skip=_left_out(network))
+
+
 def load(network: KimiK3ForCausalLM, source: Source) -> None:
     """Fill `network`, reading only what this rank holds. Raises CheckpointError with every fault."""
     start, read = time.perf_counter(), 0
@@ -112,8 +131,11 @@ def load(network: KimiK3ForCausalLM, source: Source) -> None:
         nonlocal read
         read = done
 
-    # Images are not taken by every launch, nor by every pipeline stage.
-    skip = VISION_PREFIXES if network.vision_tower is None else ()
-    load_weights(network, source.checkpoint, source.storage, count, skip=skip)
+    load_weights(network, source.checkpoint, source.storage, count, skip=_left_out(network))
     seconds, total = time.perf_counter() - start, source.checkpoint.total_bytes
     _log.info("read %d of %d bytes of %s in %.1f s", read, total, source.checkpoint.folder, seconds)
+
+
+def _left_out(network: KimiK3ForCausalLM) -> tuple[str, ...]:
+    """Images are not taken by every launch, nor by every pipeline stage."""
+    return VISION_PREFIXES if network.vision_tower is None else ()
