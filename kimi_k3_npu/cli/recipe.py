@@ -125,7 +125,9 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise typer.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--set")
-        found[key.strip()] = value
+        if (key := key.strip()) in found:
+            raise typer.BadParameter(f"{key} is given twice", param_hint="--set")
+        found[key] = value
     return found
 
 

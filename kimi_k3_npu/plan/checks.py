@@ -21,10 +21,12 @@ from kimi_k3_npu.ops.mc2 import Exchange, refuse_mc2
 from kimi_k3_npu.ops.select import Choice
 from kimi_k3_npu.plan.kernels import LayerKernel, Situation, layer_kernels
 from kimi_k3_npu.plan.memory import GIB, MEGABYTE, Memory, memory
+from kimi_k3_npu.recipes.engine_flags import EngineFlags
 from kimi_k3_npu.recipes.launch import Launch
 from kimi_k3_npu.recipes.reader import glossary, near
 from kimi_k3_npu.recipes.schema import CheckpointFormat
 from kimi_k3_npu.recipes.serving import Serving, runs_own_model, serving
+from kimi_k3_npu.recipes.values import Rule, faults, stated_rules
 
 Level = Literal["error", "warning", "note"]
 
@@ -69,9 +71,14 @@ class Subject:
     _layout_error: LayoutError | None = field(default=None, init=False)
 
     @cached_property
+    def value_faults(self) -> list[Finding]:
+        """Values that cannot be computed with."""
+        return list(value_faults(self.launch))
+
+    @cached_property
     def serving(self) -> Serving | None:
         """None when the flags do not make a layout, or there is no model in this process."""
-        if not self.launch.role.nodes:
+        if not self.launch.role.nodes or self.value_faults:
             return None
         try:
             with warnings.catch_warnings():
@@ -135,11 +142,15 @@ def check(function: Check) -> Check:
 
 
 def check_launch(subject: Subject) -> list[Finding]:
-    """Everything that the checks find. What the recipe itself admits to is a note."""
+    """Everything that the checks find. What the recipe itself admits to is a note.
+
+    Where a value cannot be read, no check goes on that would compute with it.
+    """
     known = subject.launch.recipe.known_problems
+    checks = [flags, values, variables] if subject.value_faults else CHECKS
     return [
         Finding("note", found.check, found.text, f"known: {known[found.check]}") if found.check in known else found
-        for one in CHECKS
+        for one in checks
         for found in one(subject)
     ]
 
@@ -151,31 +162,43 @@ def expert_group(form: CheckpointFormat) -> int:
 
 @check
 def flags(subject: Subject) -> Iterator[Finding]:
-    """Every flag is one that the engine's parser knows, with a value that it takes."""
+    """Every flag is one that the engine's parser knows."""
     launch, options = subject.launch, subject.launch.options
     former = glossary()["former"]["flags"][subject.engine]
-    if not launch.flags:
-        return
+    for flag in launch.flags:
+        if flag in former:
+            yield Finding("error", "dead-flag", f"{flag} has gone from {subject.engine}", f"use {former[flag]}")
+        elif flag not in options:
+            words = f"{options.name} does not know {flag}"
+            yield Finding("error", "unknown-flag", words, near(flag, options.names).removeprefix("; "))
+
+
+@check
+def values(subject: Subject) -> Iterator[Finding]:
+    """Every flag and variable has a value that its reader takes."""
+    yield from subject.value_faults
+
+
+def value_faults(launch: Launch) -> Iterator[Finding]:
+    """The values that cannot be read, or are outside of what they can mean."""
     for flag, setting in launch.flags.items():
-        if flag not in options:
-            if flag in former:
-                yield Finding("error", "dead-flag", f"{flag} has gone from {subject.engine}", f"use {former[flag]}")
-            else:
-                words = f"{options.name} does not know {flag}"
-                yield Finding("error", "unknown-flag", words, near(flag, options.names).removeprefix("; "))
-            continue
-        yield from _value(flag, setting.value, options.takes(flag), options.choices(flag))
+        if flag in launch.options:
+            yield from _flag_faults(launch.options, flag, setting.value)
+    for name, setting in launch.environment.items():
+        rules = {key: Rule(kind or "text", range_) for key, (kind, range_) in stated_rules("variables").items()}
+        for words in faults(name, setting.value, rules):
+            yield Finding("error", "variable-value", words)
 
 
-def _value(flag: str, value: Any, takes: str, choices: tuple[str, ...]) -> Iterator[Finding]:
+def _flag_faults(options: EngineFlags, flag: str, value: Any) -> Iterator[Finding]:
+    takes = options.takes(flag)
     if (takes == "switch") != (value is True):
         rule = "takes no value" if takes == "switch" else "needs a value"
         yield Finding("error", "flag-value", f"{flag} {rule}", "see --help of the engine")
-        return
-    for item in value if isinstance(value, list) else [value]:
-        if choices and takes != "switch" and str(item) not in choices:
-            words = f"{flag} {item} is not a choice; choices: {', '.join(choices)}"
-            yield Finding("error", "flag-value", words, near(str(item), choices).removeprefix("; "))
+    elif takes != "switch":
+        for words in options.faults(flag, value):
+            fix = near(str(value), options.choices(flag)).removeprefix("; ")
+            yield Finding("error", "flag-value", words, fix)
 
 
 @check
@@ -523,11 +546,8 @@ def transfer(subject: Subject) -> Iterator[Finding]:
 
 def _sizes(subject: Subject, stated: dict[str, Any]) -> Iterator[Finding]:
     for role in subject.launch.recipe.serving_roles:
-        flags_ = role.flags
-        real = {
-            "dp_size": int(flags_["--data-parallel-size"].value),  # type: ignore[arg-type]
-            "tp_size": int(flags_["--tensor-parallel-size"].value),  # type: ignore[arg-type]
-        }
+        sizes = {"dp_size": "--data-parallel-size", "tp_size": "--tensor-parallel-size"}
+        real = {name: role.flags[flag].value if flag in role.flags else 1 for name, flag in sizes.items()}
         if stated.get(role.name, real) != real:
             words = f"--kv-transfer-config says {role.name} has {stated[role.name]}, it has {real}"
             yield Finding("error", "transfer", words, "state the real sizes")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
-
+from kimi_k3_npu.recipes.addresses import before_port
 from kimi_k3_npu.recipes.engine_flags import EngineFlags, load_flags
 from kimi_k3_npu.recipes.reader import BUILT_IN, PLACEHOLDER, glossary, near
 from kimi_k3_npu.recipes.schema import Recipe, RecipeError, Role, Setting
+from kimi_k3_npu.recipes.values import Rule, input_rule
 
 BY_USER = "user"
 
@@ -55,7 +56,9 @@ def resolve(recipe: Recipe, role: str, rank: int, given: Mapping[str, str]) -> L
             and environment variables ("off" takes one away).
 
     Raises:
-        RecipeError: A name is none of these, or an input that a value refers to is neither given nor has a default.
+        RecipeError: A name is none of these, a value is empty, an input cannot be what its name says (an address with
+            a port, say), or an input that a value refers to is neither given nor has a default. What the engine has
+            against the value of a flag is for the checks of `plan` to find.
     """
     inputs, flags, environment = _sort_out(recipe, given)
     chosen = recipe.roles[role]
@@ -124,19 +127,25 @@ class _Inputs:
 
     def fill(self, value: Any) -> Any:
         if isinstance(value, str):
-            return PLACEHOLDER.sub(lambda match: self._one(match.group(1)), value)
+            return PLACEHOLDER.sub(self._in_place, value)
         if isinstance(value, list):
             return [self.fill(item) for item in value]
         if isinstance(value, Mapping):
             return {key: self.fill(item) for key, item in value.items()}
         return value
 
+    def _in_place(self, match: re.Match[str]) -> str:
+        """The input; an IPv6 address in brackets where a port or a path follows it."""
+        found = self._one(match.group(1))
+        followed = match.string[match.end() : match.end() + 1] in (":", "/")
+        return before_port(found) if followed and input_rule(match.group(1)).kind == "address" else found
+
     def _one(self, name: str) -> str:
         if name not in self._known:
             asked = self._own_addr if name == "master_addr" else name
             entry = self.recipe.inputs.get(asked)
             what = entry.what if entry else _BUILT_IN_MEANING.get(asked, "address of the first node of that role")
-            option = _OPTIONS.get(asked, f"--set {asked}=...")
+            option = _option(asked)
             example = f" (such as {entry.example})" if entry else ""
             raise RecipeError(f"{self.recipe.name} asks for {asked}: {what}{example}; give it with {option}")
         self.used[name] = self._known[name]
@@ -151,6 +160,10 @@ _BUILT_IN_MEANING = {
 _OPTIONS = {"model_path": "--model-path", "master_addr": "--master-addr"}
 
 
+def _option(name: str) -> str:
+    return _OPTIONS.get(name, f"--set {name}=...")
+
+
 def _sort_out(recipe: Recipe, given: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Any], dict[str, str | None]]:
     """What was given, as inputs, flags and variables; a value of None takes the flag or variable away."""
     inputs: dict[str, str] = {}
@@ -160,11 +173,12 @@ def _sort_out(recipe: Recipe, given: Mapping[str, str]) -> tuple[dict[str, str],
     addresses = {f"{role}_addr" for role in recipe.roles}
     names = {name for role in recipe.roles.values() for name in role.environment}
     for name, value in given.items():
+        check_text(name, value)
         flag = name if name.startswith("--") else "--" + name.replace("_", "-")
         if name in recipe.inputs or name in BUILT_IN or name in addresses:
-            inputs[name] = value
+            inputs[name] = _input(name, value)
         elif flag in options or any(flag in role.flags for role in recipe.roles.values()):
-            flags[flag] = _flag_value(flag, value, options)
+            flags[options.canonical(flag)] = _flag_value(flag, value, options)
         elif name.isupper() and (name in names or name in glossary()["variables"] or name in options.variables):
             environment[name] = None if value == "off" else value
         else:
@@ -182,11 +196,30 @@ def _flag_value(flag: str, text: str, options: EngineFlags) -> Any:
         if text not in ("on", "true", "1"):
             raise RecipeError(f"{flag} takes no value: set it on or off, not {text!r}")
         return True
+    rule = options.option(flag).rule
     if options.takes(flag) == "values":
-        return [_scalar(word) for word in text.split()]
-    return _scalar(text)
+        return [_converted(rule, word) for word in text.split()]
+    return _converted(rule, text)
 
 
-def _scalar(text: str) -> Any:
-    value = yaml.safe_load(text) if text[:1] in "{[0123456789.-" else text
-    return value if isinstance(value, int | float | dict | list) and not isinstance(value, bool) else text
+def _converted(rule: Rule, text: str) -> Any:
+    """The value; text that the rule refuses stays, for the checks to find."""
+    try:
+        return rule.read(text)
+    except ValueError:
+        return text
+
+
+def check_text(name: str, text: str) -> None:
+    """Raises RecipeError for what no value can be: nothing, or what a script cannot hold."""
+    if not text.strip():
+        raise RecipeError(f"{name} is empty, so it is not given; give it with {_option(name)}")
+    if "\0" in text or text.encode(errors="replace") != text.encode(errors="surrogatepass"):
+        raise RecipeError(f"{name} is {text!r}, which a script cannot hold: it must be UTF-8 without zero bytes")
+
+
+def _input(name: str, text: str) -> str:
+    try:
+        return str(input_rule(name).read(text))
+    except ValueError as error:
+        raise RecipeError(f"{name} is {text!r}: {error}; give it with {_option(name)}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 
 from kimi_k3_npu.ops.device import Soc
+from kimi_k3_npu.recipes.engine_flags import load_flags
 from kimi_k3_npu.recipes.schema import (
     DERIVED,
     Checkpoint,
@@ -72,7 +74,7 @@ def read_recipe(raw: Any, name: str) -> Recipe:
     engine = _engine(top.keys("engine"))
     roles_raw = top.take("roles", dict)
     inputs = {key: _input(_Keys(value, f"{name}.inputs.{key}")) for key, value in top.take("inputs", dict, {}).items()}
-    read = _Settings(engine.name, source, sources, {*inputs, *BUILT_IN, *(f"{role}_addr" for role in roles_raw)})
+    read = _Settings(engine, source, sources, {*inputs, *BUILT_IN, *(f"{role}_addr" for role in roles_raw)})
     recipe = Recipe(
         name=name,
         title=top.take("title", str),
@@ -157,14 +159,15 @@ class _Keys:
 class _Settings:
     """Reads flags and variables: where their reasons are, and what they may refer to."""
 
-    def __init__(self, engine: str, source: str, sources: Mapping[str, str], names: set[str]) -> None:
+    def __init__(self, engine: Engine, source: str, sources: Mapping[str, str], names: set[str]) -> None:
         self.source, self.sources, self.names = source, sources, names
-        self._reasons = {"flags": glossary()["flags"][engine], "environment": glossary()["variables"]}
+        self._options = load_flags(engine.flags)
+        self._reasons = {"flags": glossary()["flags"][engine.name], "environment": glossary()["variables"]}
 
     def read(self, owner: _Keys, section: str) -> dict[str, Setting]:
         entries = owner.take(section, dict, {})
         return {
-            str(name): self._one(value, f"{owner.path}.{section}.{name}", section, str(name))
+            self._options.canonical(str(name)): self._one(value, f"{owner.path}.{section}.{name}", section, str(name))
             for name, value in entries.items()
         }
 
@@ -183,6 +186,10 @@ class _Settings:
             raise RecipeError(f"{path}: has no reason; give it a why, or an entry in glossary.yaml")
         self.check_source(source, path)
         self.check_references(value, path)
+        if section == "flags" and value is not True and not _refers(value):
+            if found := list(self._options.faults(name, value)):
+                raise RecipeError(f"{path}: {found[0]}")
+            value = self._options.read(name, value)
         return Setting(value, why or "", source)
 
     def check_source(self, source: str, path: str) -> None:
@@ -197,6 +204,11 @@ class _Settings:
         elif isinstance(value, Mapping | list):
             for item in value.values() if isinstance(value, Mapping) else value:
                 self.check_references(item, path)
+
+
+def _refers(value: Any) -> bool:
+    """Whether an input is to be filled in."""
+    return bool(PLACEHOLDER.search(json.dumps(value)))
 
 
 def _hardware(keys: _Keys) -> Hardware:

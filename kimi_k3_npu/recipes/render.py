@@ -14,6 +14,8 @@ from kimi_k3_npu.recipes.schema import DERIVED, RecipeError, Setting
 from kimi_k3_npu.recipes.serving import runs_own_model
 
 _INDENT = "    "
+#: Inputs that are folders of checkpoints.
+_FOLDERS = ("model_path", "draft_model_path")
 
 
 def bash(launch: Launch, remarks: Sequence[str] = ()) -> str:
@@ -41,15 +43,28 @@ def docker(launch: Launch, remarks: Sequence[str] = (), image: str | None = None
     image = image or container.image
     if image is None:
         raise RecipeError(f"{launch.recipe.name} names no image, as its source does not; give it with --set image=...")
-    folders = [launch.inputs[name] for name in ("model_path", "draft_model_path") if name in launch.inputs]
+    if image[:1] == "-" or image != "".join(image.split()):
+        raise RecipeError(
+            f"image is {image!r}, which is no name of an image; give one such as quay.io/ascend/cann:9.0.0"
+        )
+    folders = [_mounted(name, launch.inputs[name]) for name in _FOLDERS if name in launch.inputs]
     mounts = [f"{path}:{path}" for path in container.mounts]
-    mounts += [f"{path}:{path}:ro" for path in folders if PurePosixPath(path).is_absolute()]
+    mounts += [f"{path}:{path}:ro" for path in folders]
     words = ["docker", "run", "--rm", f"--name=kimi-k3-{launch.role.name}", *container.options]
     words += [f"--device={device}" for device in container.devices]
     words += [f"--volume={mount}" for mount in mounts]
     inside = f"{shlex.quote(image)} bash -c {shlex.quote(bash(launch, remarks))}"
     head = ["#!/usr/bin/env bash", *_comment(launch, remarks), "set -euo pipefail", ""]
     return "\n".join([*head, f"exec {_broken(words)} \\\n{_INDENT}{inside}"]) + "\n"
+
+
+def _mounted(name: str, path: str) -> str:
+    """The folder, which the container sees under the same path. Raises RecipeError where docker cannot mount it."""
+    if not PurePosixPath(path).is_absolute():
+        raise RecipeError(f"{name} is {path!r}: with --format docker it must be an absolute path, to be mounted")
+    if ":" in path:
+        raise RecipeError(f"{name} is {path!r}: docker takes a colon for the end of the path; use a path without one")
+    return path
 
 
 def arguments(launch: Launch) -> list[str]:
@@ -92,7 +107,7 @@ def _look(launch: Launch) -> Iterator[str]:
     """What bash can tell is missing."""
     if not launch.role.nodes:
         return
-    for name in ("model_path", "draft_model_path"):
+    for name in _FOLDERS:
         path = launch.inputs.get(name, "")
         if PurePosixPath(path).is_absolute():
             yield f"[[ -d {shlex.quote(path)} ]] || fail {shlex.quote(f'no folder {path}')}"

@@ -68,12 +68,15 @@ def _sglang(launch: Launch) -> Serving:
     if phase != "decode" and not launch.flag("--disable-radix-cache"):
         kept = STATE_SLOTS[str(launch.flag("--mamba-radix-cache-strategy", "auto"))]
     slots = launch.flag("--max-mamba-cache-size")
+    context = int(launch.flag("--context-length", 1 << 20))
+    chunk = int(launch.flag("--chunked-prefill-size", 8192))
     return Serving(
         layout=layout,
         phase=phase,
-        chunk=0 if phase == "decode" else max(1, int(launch.flag("--chunked-prefill-size", 8192)) // dp),
+        # Nothing above 0: prompts are not cut, and the longest is one pass.
+        chunk=0 if phase == "decode" else max(1, chunk // dp) if chunk > 0 else context,
         requests=max(1, int(launch.flag("--max-running-requests", 64)) // dp),
-        context=int(launch.flag("--context-length", 1 << 20)),
+        context=context,
         rows=1 + drafted,
         graph_batches=() if launch.flag("--disable-cuda-graph") else _ints(launch.flag("--cuda-graph-bs-decode", [])),
         # A drafted token's state is kept until it is known whether the token is.

@@ -5,9 +5,10 @@ Run in the engine's own environment:
     python recipes/flags/dump.py sglang > recipes/flags/sglang-0.5.23.txt
     python recipes/flags/dump.py vllm > recipes/flags/vllm-0.32.0.txt
 
-A line is an option, what follows it (switch, value, or values for several), and the choices where they are fixed;
-aliases have lines of their own. Lines that start with `env` are the environment variables that occur in the engine's
-sources: one of its own that does not is read by nobody.
+A line is an option, what follows it (switch, value, or values for several; with `:int`, `:float`, `:size` or `:json`
+where the parser converts it), and the choices where they are fixed. Another name of an option has a line `NAME alias
+OPTION`. Lines that start with `env` are the environment variables that occur in the engine's sources: one of its own
+that does not is read by nobody.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ def main() -> None:
 
 def options(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
-        for flag in action.option_strings:
-            if flag.startswith("--"):
+        names = [flag for flag in action.option_strings if flag.startswith("--")]
+        opposites = isinstance(action, argparse.BooleanOptionalAction)
+        for flag in names:
+            if flag == names[0] or opposites:
                 choices = action.choices or ()
                 words = map(str, sorted(choices, key=str) if isinstance(choices, Set) else choices)
-                yield f"{flag} {_takes(action)} {','.join(words)}".rstrip()
+                yield f"{flag} {_takes(action)}{_type(action)} {','.join(words)}".rstrip()
+            else:
+                yield f"{flag} alias {names[0]}"
 
 
 def variables(engine: str) -> list[str]:
@@ -63,6 +68,22 @@ def _takes(action: argparse.Action) -> str:
     if action.nargs == 0:
         return "switch"
     return "values" if action.nargs in ("+", "*") else "value"
+
+
+#: What this package calls the functions by which the engines' parsers convert a value; any other takes text.
+TYPES = {
+    "int": "int",
+    "float": "float",
+    "human_readable_int": "size",
+    "loads": "json",
+    "json_list_type": "json",
+    "parse_cuda_graph_config_arg": "json",
+}
+
+
+def _type(action: argparse.Action) -> str:
+    name = TYPES.get(getattr(action.type, "__name__", ""))
+    return f":{name}" if name and action.nargs != 0 else ""
 
 
 def sglang_parser() -> argparse.ArgumentParser:

@@ -64,6 +64,45 @@ def test_the_list_is_of_this_parser(parser: argparse.ArgumentParser) -> None:
     for flag, action in real.items():
         assert (kept.takes(flag) == "switch") == (action.nargs == 0), flag
         assert set(kept.choices(flag)) == {str(choice) for choice in action.choices or ()}, flag
+        assert kept.canonical(flag) in action.option_strings, flag
+
+
+@pytest.mark.parametrize(
+    ("flag", "texts"),
+    [
+        ("--tp-size", ["8", " 8 ", "1_0", "abc", "8.0", "0x8", "1e3"]),
+        ("--mem-fraction-static", ["0.85", ".5", "5e-1", "abc", "0,5"]),
+        ("--context-length", ["131072", "128k", "128Ki", "1.5k", "1.5Ki", "128K", "1e5"]),
+        ("--cuda-graph-bs-decode", ["4", "x"]),
+        ("--default-chat-template-kwargs", ['{"a": 1}', "{a: 1}", "x"]),
+        ("--moe-a2a-backend", ["deepep", "deep"]),
+    ],
+)
+def test_values_are_read_as_the_parser_does(parser: argparse.ArgumentParser, flag: str, texts: list[str]) -> None:
+    """Each of the types: the same values refused, and the others converted to the same."""
+    kept = load_flags("sglang-0.5.23")
+    for text in texts:
+        try:
+            parsed = parser.parse_args(["--model-path", "m", flag, text])
+        except SystemExit:
+            assert list(kept.faults(flag, text)), (flag, text)
+            continue
+        found = vars(parsed)[flag.strip("-").replace("-", "_")]
+        assert not list(kept.faults(flag, text)), (flag, text)
+        assert (found[0] if isinstance(found, list) else found) == kept.read(flag, text)
+
+
+def test_the_types_are_of_this_parser(parser: argparse.ArgumentParser) -> None:
+    """Every option that converts its value is listed with its type."""
+    kept = load_flags("sglang-0.5.23")
+    types = {"int": "int", "float": "float", "human_readable_int": "size", "loads": "json", "json_list_type": "json"}
+    wanted = {
+        action.option_strings[0]: types[action.type.__name__]
+        for action in parser._actions
+        if getattr(action.type, "__name__", None) in types
+    }
+    assert len(wanted) > 150
+    assert {flag: kept.option(flag).rule.kind for flag in wanted} == wanted
 
 
 @pytest.mark.parametrize("flag", ["--fuseep-mode 3", "--cuda-graph-bs 1", "--k3-shared-experts-attn-tp"])
