@@ -2,6 +2,9 @@
 PYTHON ?= python3
 PIP := -m pip --disable-pip-version-check -q
 PYTEST_ARGS ?=
+# Which tests a target runs, and how: two processes, each with whole files, so that a file's fixtures are made once.
+SELECT := not full
+WORKERS := -n 2 --dist loadfile
 PROMPT ?= Ada has 6 bags of 7 coins. Ben takes 15. How many are there now?
 
 CORE := .venv/.ready
@@ -13,7 +16,7 @@ SUITES := core npu sglang
 # Engines import thousands of modules in several processes: let Python keep what it compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-core test-npu test-sglang lint bench env-core env-npu env-sglang clean
+.PHONY: help demo test test-full test-core test-npu test-sglang lint bench env-core env-npu env-sglang clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -26,16 +29,19 @@ demo: $(CORE) ## let the small trained checkpoint solve some problems, and PROMP
 
 test: $(SUITES:%=test-%) ## run every suite, each in its own environment
 
+test-full: SELECT := full or not full
+test-full: $(SUITES:%=test-%) ## the same, with whole matrices where `make test` takes samples
+
 test-core: $(CORE) ## run what needs neither torch_npu nor an engine
-	.venv/bin/python -m pytest -m "long or not long" $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -m "$(SELECT)" $(WORKERS) $(PYTEST_ARGS)
 
 # Otherwise `import torch` loads torch_npu by itself, before the tests have prepared CANN.
 test-npu: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 test-npu: $(NPU) ## run tests/npu with the real torch_npu, no device needed
-	.venv-npu/bin/python -m pytest tests/npu $(PYTEST_ARGS)
+	.venv-npu/bin/python -m pytest tests/npu -m "$(SELECT)" $(WORKERS) $(PYTEST_ARGS)
 
 test-sglang: $(SGLANG) ## run tests/engines/sglang with the real SGLang on a CPU
-	.venv-sglang/bin/python -m pytest tests/engines/sglang $(PYTEST_ARGS)
+	.venv-sglang/bin/python -m pytest tests/engines/sglang -m "$(SELECT)" $(PYTEST_ARGS)
 
 lint: $(CORE) ## ruff and mypy
 	.venv/bin/ruff check .

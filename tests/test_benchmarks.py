@@ -17,7 +17,7 @@ SMALLEST = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLEST)
 def test_script(name: str, tmp_path: Path) -> None:
     options, rows, measure = SMALLEST[name]

@@ -7,6 +7,7 @@ matrix is [rows, columns] as in y = x @ W.T; w13 stacks w1 (gate) and w3 (up).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -37,6 +38,28 @@ class Stored:
         return shape[::-1] if self.transposed else shape
 
 
+#: A slice of each dimension, as a range, which has a hash where a slice has none; None for all of it.
+Box = tuple[range | None, ...]
+
+
+@lru_cache(maxsize=32)
+def _pieces(
+    first: int, count: int, dealt: int, matrix: tuple[int, int], source: Box, places: tuple[tuple[str, Box], ...]
+) -> dict[str, Piece]:
+    """Of experts `first` and following: `source` of each matrix, at its place. All layers of a model share the records,
+    which are half a million otherwise."""
+    read = _slices(source)
+    return {
+        f"{first + e}.{name}": Piece(matrix, read, (slice(e, e + 1), *_slices(place)), dealt)
+        for e in range(count)
+        for name, place in places
+    }
+
+
+def _slices(box: Box) -> Slices:
+    return tuple(slice(None) if part is None else slice(part.start, part.stop) for part in box)
+
+
 class Experts(Layer):
     """This rank's share of the routed experts, as plain matrices: whole experts over ep, their width over moe_tp."""
 
@@ -46,31 +69,24 @@ class Experts(Layer):
     def __init__(self, config: TextConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
         held = mesh.ep.part(config.num_experts, "routed experts")
-        self.first = held.start
+        self.first, dealt = held.start, mesh.ep.size
         self.betas = config.activation_betas
         latent, inner, count = config.expert_hidden_size, config.moe_intermediate_size, held.stop - held.start
         unit = max(size for stored in self.stored.values() for size in (stored.rows, stored.columns))
         units = mesh.moe_tp.part(inner // unit, "expert width" if unit == 1 else f"expert width / {unit}")
-        share = slice(units.start * unit, units.stop * unit)  # of the rows of w1 and w3, and of the columns of w2
-        width = share.stop - share.start
-
-        def pieces(matrix: tuple[int, int], source: Slices, places: dict[str, Slices]) -> dict[str, Piece]:
-            return {
-                f"{held.start + e}.{name}": Piece(matrix, source, (slice(e, e + 1), *place), dealt=mesh.ep.size)
-                for e in range(count)
-                for name, place in places.items()
-            }
-
+        share = range(units.start * unit, units.stop * unit)  # of the rows of w1 and w3, and of the columns of w2
+        width = len(share)
         for suffix, stored in self.stored.items():
             upper, lower = stored.shape(width, latent), stored.shape(latent, width)
             dim = int(stored.transposed)  # along which w1 and w3 are stacked
             half = upper[dim]
-            across = (slice(None),) * dim
-            places = {"w1": (*across, slice(0, half)), "w3": (*across, slice(half, 2 * half))}
+            across = (None,) * dim
+            places = (("w1", (*across, range(half))), ("w3", (*across, range(half, 2 * half))))
             stacked = (2 * half, upper[1]) if dim == 0 else (upper[0], 2 * half)
             kept = stored.dtype or dtype
-            self.allocate(f"w13{suffix}", (count, *stacked), pieces((inner, latent), (share,), places), kept)
-            w2 = pieces((latent, inner), (slice(None), share), {"w2": ()})
+            w13 = _pieces(self.first, count, dealt, (inner, latent), (share,), places)
+            self.allocate(f"w13{suffix}", (count, *stacked), w13, kept)
+            w2 = _pieces(self.first, count, dealt, (latent, inner), (None, share), (("w2", ()),))
             self.allocate(f"w2{suffix}", (count, *lower), w2, kept)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

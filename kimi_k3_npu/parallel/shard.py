@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +32,12 @@ class Piece:
     target: Slices = ()
     dealt: int = 1
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements that this rank keeps."""
         return math.prod(len(range(*part.indices(n))) for n, part in self._read())
 
-    @property
+    @cached_property
     def is_replicated(self) -> bool:
         """Whether every rank keeps all of the tensor."""
         return self.dealt == 1 and all(part.indices(n) == (0, n, 1) for n, part in self._read())

@@ -266,7 +266,7 @@ def test_a_faulty_source(tmp_path: Path) -> None:
 # --- kills ---
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["int4x2"])
 def test_killed_conversions_are_gone_on_with(oracle: Callable[[str], Oracle], tmp_path: Path, form: str) -> None:
     """kill -9 before calls of the file system and at random times; the result never differs in a byte."""

@@ -138,7 +138,7 @@ def test_against_a_published_manifest(oracle: Callable[[str], Oracle]) -> None:
         verify(oracle("k3").folder, against="nothing")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_published_checkpoint_by_its_headers(tmp_path: Path) -> None:
     """All 497,220 headers in 96 files of holes, of which one tensor is called otherwise."""
     raw = resource_path("weights", "manifests", "kimi-k3-config.json").read_text()

@@ -228,7 +228,7 @@ def test_shares_that_are_no_whole_segments_or_bytes() -> None:
 def test_two_processes_give_the_oracles_logits(tmp_path: Path) -> None:
     layouts = ("tp=2,ep=2", "tp=2", "tp=2,dp=2,dispatch=alltoall")
     cases = [{"what": "score", "oracle": "k3-w4a8", "layout": layout} for layout in layouts]
-    for case, ranks in zip(cases, launch(2, cases, tmp_path, timeout=200), strict=True):
+    for case, ranks in zip(cases, launch(2, cases, tmp_path), strict=True):
         assert max(rank["worst"] for rank in ranks) <= TOLERANCE, case
 
 

@@ -45,7 +45,7 @@ def ragged(model: KimiK3ForCausalLM, cache: ModelCache, tokens: Tensor) -> Tenso
     [
         ("k3", False, LENGTHS),
         ("k3", True, LENGTHS[:1]),
-        pytest.param("k3", True, LENGTHS, marks=pytest.mark.long),
+        pytest.param("k3", True, LENGTHS, marks=pytest.mark.slow),
         ("kimi-linear", False, LENGTHS),
     ],
 )

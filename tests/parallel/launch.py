@@ -1,15 +1,20 @@
-"""Start ranks: one process each, gloo between them, all cases of a world in the same processes."""
+"""Start ranks: one process each, gloo between them, all cases of a world in the same processes; which cases to run."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kimi_k3_npu.config import MXFP4_GROUP, KimiK3Config
 from kimi_k3_npu.errors import LayoutError
@@ -20,49 +25,37 @@ ORACLES = Path(__file__).parents[1] / "oracle"
 CHECKED = ("k3", "k3-deep", "k3-mxfp4", "k3-router")
 WORKER = Path(__file__).with_name("worker.py")
 
+#: Seconds after which ranks hang, on the busiest machine.
+PATIENCE = 900
+
 Case = dict[str, Any]
 
 
-def launch(world: int, cases: Sequence[Case], folder: Path, *, timeout: float, emulate_npu: bool = False) -> list[list]:
+def launch(world: int, cases: Sequence[Case], folder: Path, *, emulate_npu: bool = False) -> list[list]:
     """Run the cases in order on `world` processes; of each case, what every rank returned.
 
-    The first rank that fails ends the others, and its error is raised. So does a hang, after `timeout` seconds.
+    The first rank that fails ends the others, and its error is raised. So is a hang.
     """
     (folder / "cases.json").write_text(json.dumps(cases))
-    files = [str(folder / name) for name in ("rendezvous", "cases.json", "results.json")]
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    options = ["--emulate-npu"] * emulate_npu
-    logs = [(folder / f"rank{rank}.log").open("w+") for rank in range(world)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, WORKER, str(rank), str(world), *files, *options], env=environment, stdout=log, stderr=log
-        )
-        for rank, log in enumerate(logs)
-    ]
+    command = [sys.executable, WORKER, str(world), folder, *["--emulate-npu"] * emulate_npu]
+    ranks = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        failed = _wait(ranks, time.monotonic() + timeout)
-    finally:
-        for process, log in zip(ranks, logs, strict=True):
-            process.kill()
-            process.wait()
-            log.seek(0)
-        texts = [log.read() for log in logs]
-        for log in logs:
-            log.close()
-    if failed is not None:
-        raise AssertionError(f"rank {failed} of {world} failed or hung:\n{texts[failed]}")
+        _, errors = ranks.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired as hang:
+        os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.communicate()
+        logs = [log_of(folder, rank).read_text() for rank in range(world)]
+        raise AssertionError("\n".join([f"{world} ranks hung; what each said:", *logs])) from hang
+    if ranks.returncode:
+        raise AssertionError(errors)
     return json.loads((folder / "results.json").read_text())
 
 
-def _wait(ranks: Sequence[subprocess.Popen], deadline: float) -> int | None:
-    """The first rank that fails, or that is still running at the deadline; None when all end well."""
-    while any(rank.poll() is None for rank in ranks):
-        for i, rank in enumerate(ranks):
-            if rank.poll() or (rank.returncode is None and time.monotonic() > deadline):
-                return i
-        time.sleep(0.05)
-    return next((i for i, rank in enumerate(ranks) if rank.returncode), None)
+def log_of(folder: Path, rank: int) -> Path:
+    """What a rank printed."""
+    return folder / f"rank{rank}.log"
 
 
 def legal_layouts(
@@ -102,3 +95,39 @@ def _combinations(tp: int, dispatches: Sequence[str], details: bool) -> Iterator
                 yield f"{base},ep=2" if dispatch == "gather" else f"{base},shared=2"
                 if dp > 1:
                     yield f"{main[-1]},lm_head=dp"
+
+
+def score_cases(world: int, dispatches: Sequence[str] = ("gather", "alltoall")) -> list[Case]:
+    """Every legal layout over `world` ranks on every oracle that is checked."""
+    return [
+        {"what": "score", "oracle": oracle, "layout": layout}
+        for oracle in CHECKED
+        for layout in legal_layouts(world, oracle, dispatches, details=oracle == "k3")
+    ]
+
+
+def sample(cases: Sequence[Case]) -> list[Case]:
+    """Few of the cases, always the same, in which each two values of options, and each of an option with each oracle,
+    still meet."""
+    left = {pair for case in cases for pair in _met(case)}
+    chosen = []
+    while left:
+        best = max(cases, key=lambda case: len(left & _met(case)))
+        chosen.append(best)
+        left -= _met(best)
+    return chosen
+
+
+def _met(case: Case) -> set[tuple]:
+    """Any two of the oracle and the values of a layout's options."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = asdict(ParallelLayout.parse(case["layout"]))
+    return set(combinations([("oracle", case["oracle"]), *options.items()], 2))
+
+
+Take = Callable[[Sequence[Case]], Sequence[Case]]
+#: For a test with the argument `take`: a sample, and in `make test-full` also all of the cases.
+SAMPLE_OR_ALL = pytest.mark.parametrize(
+    "take", [pytest.param(sample, id="sample"), pytest.param(list, marks=pytest.mark.full, id="all")]
+)

@@ -49,7 +49,7 @@ def cases_of() -> dict[tuple[str, str], Case]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list]:
     """What each of three ranks returned for every case."""
     cases = cases_of()
-    returned = launch(3, list(cases.values()), tmp_path_factory.mktemp("ranks"), timeout=200)
+    returned = launch(3, list(cases.values()), tmp_path_factory.mktemp("ranks"))
     return dict(zip(cases, returned, strict=True))
 
 

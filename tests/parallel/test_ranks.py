@@ -13,21 +13,20 @@ from kimi_k3_npu import load_model
 from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.plan.weights import rank_weights
-from tests.parallel.launch import CHECKED, ORACLES, launch, legal_layouts
+from tests.parallel.launch import CHECKED, ORACLES, SAMPLE_OR_ALL, Take, launch, score_cases
 
 #: fp32 sums in another order; what is broken on purpose differs by more than BROKEN.
 TOLERANCE, BROKEN = 5e-4, 1e-2
 
 
 @pytest.mark.slow
+@SAMPLE_OR_ALL
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_every_layout_gives_the_oracles_logits_and_holds_the_predicted_bytes(world: int, tmp_path: Path) -> None:
-    cases = [
-        {"what": "score", "oracle": oracle, "layout": layout}
-        for oracle in CHECKED
-        for layout in legal_layouts(world, oracle, details=oracle == "k3")
-    ]
-    for case, ranks in zip(cases, launch(world, cases, tmp_path, timeout=900), strict=True):
+def test_every_layout_gives_the_oracles_logits_and_holds_the_predicted_bytes(
+    world: int, take: Take, tmp_path: Path
+) -> None:
+    cases = take(score_cases(world))
+    for case, ranks in zip(cases, launch(world, cases, tmp_path), strict=True):
         assert max(rank["worst"] for rank in ranks) <= TOLERANCE, case
         if case["oracle"] in ("k3", "k3-mxfp4"):
             assert [rank["bytes"] for rank in ranks] == predicted_bytes(case["oracle"], case["layout"]), case
@@ -40,9 +39,12 @@ def predicted_bytes(oracle: str, layout: str) -> list[int]:
     return [rank_weights(config, parsed, rank, experts=experts).total for rank in range(parsed.world)]
 
 
+@SAMPLE_OR_ALL
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_the_layouts_cover_the_table(world: int) -> None:
-    layouts = [ParallelLayout.parse(text) for text in legal_layouts(world, "k3", details=True)]
+def test_the_layouts_cover_the_table(world: int, take: Take) -> None:
+    cases = take(score_cases(world))
+    assert {case["oracle"] for case in cases} == set(CHECKED)
+    layouts = [ParallelLayout.parse(case["layout"]) for case in cases if case["oracle"] == "k3"]
     assert {layout.dp for layout in layouts} == {dp for dp in (1, 2, 4) if dp <= world and world // dp <= 4}
     assert {layout.moe_dispatch for layout in layouts} == {"gather", "alltoall"}
     assert {layout.enable_dense_mlp_attn_tp for layout in layouts} == {False, True}
@@ -71,7 +73,7 @@ def test_a_broken_reduction_shows(tmp_path: Path) -> None:
         "experts_of_another_rank": "tp=2,dispatch=alltoall",
     }
     cases = [{"what": "score", "oracle": "k3", "layout": layout, "break_it": name} for name, layout in broken.items()]
-    for case, ranks in zip(cases, launch(2, cases, tmp_path, timeout=100), strict=True):
+    for case, ranks in zip(cases, launch(2, cases, tmp_path), strict=True):
         assert max(rank["worst"] for rank in ranks) > BROKEN, case
 
 
@@ -87,5 +89,5 @@ def test_ranks_that_disagree_on_their_rows_all_say_so(tmp_path: Path) -> None:
     cases = [
         {"what": "disagree", "oracle": "k3", "layout": layout, "tokens": tokens} for layout, tokens in disagreements
     ]
-    results = launch(4, cases, tmp_path, timeout=100)
+    results = launch(4, cases, tmp_path)
     assert results == [[message] * 4 for message in disagreements.values()]

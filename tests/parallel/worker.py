@@ -1,15 +1,19 @@
-"""One rank of the tests that need several: runs every case of a list together with the other ranks.
+"""The ranks of the tests that need several: each runs every case of a list together with the others.
 
-usage: worker.py RANK WORLD RENDEZVOUS_FILE CASES_JSON RESULTS_JSON [--emulate-npu]
+usage: worker.py WORLD FOLDER [--emulate-npu]
 
-A case is an object whose "what" names a function here; the rest are its arguments. Rank 0 writes what all ranks return.
+FOLDER has cases.json; a case is an object whose "what" names a function here, the rest are its arguments. Rank 0 writes
+what all ranks return to results.json, and each rank what it prints to a log. Imports take longer than most cases, so
+they are done once and the ranks are forked. Ends with an error as soon as one rank does.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +38,7 @@ from kimi_k3_npu.parallel.experts import AllToAll, ExpertDispatch, Mc2
 from kimi_k3_npu.parallel.groups import Group
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
+from tests.parallel.launch import PATIENCE, log_of
 
 EMULATE_NPU = "--emulate-npu" in sys.argv
 ORACLES = Path(__file__).parents[1] / "oracle"
@@ -70,6 +75,12 @@ def score(oracle: str, layout: str, break_it: str | None = None, mc2_rows: int |
         "bytes": sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())),
         "dispatch": sorted(kernel for op, kernel in CHOSEN if op == "moe_dispatch"),
     }
+
+
+def held(folder: str, layout: str) -> dict[str, int]:
+    """Bytes of each parameter and buffer of this rank's model."""
+    model = load_model(folder, layout=ParallelLayout.parse(layout))
+    return {path: tensor.nbytes for path, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def disagree(oracle: str, layout: str, tokens: list[int]) -> str:
@@ -210,7 +221,7 @@ def experts_of_another_rank(model: KimiK3ForCausalLM) -> Iterator[None]:
 
 
 BREAKAGES = {f.__name__: f for f in (norm_before_the_sum, no_sum_over_attn_tp, experts_of_another_rank)}
-CASES = {f.__name__: f for f in (score, disagree, collectives, dispatch, vocabulary, groups_of_mc2, refused_mesh)}
+CASES = {f.__name__: f for f in (score, held, disagree, collectives, dispatch, vocabulary, groups_of_mc2, refused_mesh)}
 
 
 def _world() -> Group:
@@ -225,31 +236,60 @@ def _emulation(soc: str = "a3", rows: int | None = None) -> AbstractContextManag
     return mc2.emulated(soc, rows)
 
 
-def main(rank: int, world: int, rendezvous: str, cases: str, results: str) -> None:
+def run(rank: int, world: int, folder: Path) -> None:
+    """All cases, as `rank`."""
+    store = dist.FileStore(str(folder / "rendezvous"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=PATIENCE))
+    collected = []
+    for case in json.loads((folder / "cases.json").read_text()):
+        mine = CASES[case.pop("what")](**case)
+        everyone: list[Any] = [None] * world
+        dist.all_gather_object(everyone, mine)
+        collected.append(everyone)
+    if rank == 0:
+        (folder / "results.json").write_text(json.dumps(collected))
+    dist.destroy_process_group()
+
+
+def fork(rank: int, world: int, folder: Path) -> int:
+    """The process id of a child that is `rank`. It leaves what the parent would clean up at its end alone."""
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        log = os.open(log_of(folder, rank), os.O_WRONLY | os.O_CREAT)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(log, stream.fileno())
+        run(rank, world, folder)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main(world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if EMULATE_NPU:
         from tests.npu.emulation import mc2
 
         mc2.prepare()
-    store = dist.FileStore(rendezvous, world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
-    collected = []
-    for case in json.loads(Path(cases).read_text()):
-        mine = CASES[case.pop("what")](**case)
-        everyone: list[Any] = [None] * world
-        dist.all_gather_object(everyone, mine)
-        collected.append(everyone)
-    if rank == 0:
-        Path(results).write_text(json.dumps(collected))
-    dist.destroy_process_group()
-    if EMULATE_NPU:
-        # With no CANN behind it, torch_npu's static destructors sometimes find a thread of theirs still running and
-        # abort. All is done and written by now, so they are not run.
-        sys.stdout.flush()
+    ranks = {fork(rank, world, folder): rank for rank in range(world)}
+    failed = None
+    while ranks and failed is None:
+        child, status = os.wait()
+        rank = ranks.pop(child)
+        failed = rank if status else None
+    for child in ranks:
+        os.kill(child, signal.SIGKILL)
+    if failed is not None:
+        print(f"rank {failed} of {world} failed:", log_of(folder, failed).read_text(), sep="\n", file=sys.stderr)
         sys.stderr.flush()
-        os._exit(0)
+    # Not sys.exit: with no CANN behind it, torch_npu's static destructors abort now and then.
+    os._exit(failed is not None)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])
+    main(int(sys.argv[1]), Path(sys.argv[2]))

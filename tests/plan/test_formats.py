@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,22 +14,10 @@ from kimi_k3_npu.parallel.mesh import Mesh
 from kimi_k3_npu.plan.formats import EXPERT_FORMS, Held, held_blocks, held_parameters
 from kimi_k3_npu.plan.weights import rank_weights
 from kimi_k3_npu.tiny import write_tiny
+from tests.parallel.launch import launch
 
 ATTN_TP_16 = "tp=64,dp=4,dispatch=alltoall,shared=attn_tp,dense=attn_tp,lm_head=dp"
 REPLICATED = "tp=64,dp=4,dispatch=alltoall,dense=attn_tp,lm_head=dp"
-
-WORKER = """
-import json, sys
-import torch.distributed as dist
-from kimi_k3_npu import load_model
-from kimi_k3_npu.parallel.layout import ParallelLayout
-rank, rendezvous, folder, layout, out = int(sys.argv[1]), *sys.argv[2:]
-dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=4)
-model = load_model(folder, layout=ParallelLayout.parse(layout), expert_weights="auto")
-held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-open(f"{out}.{rank}", "w").write(json.dumps({path: tensor.nbytes for path, tensor in held.items()}))
-dist.barrier()
-"""
 
 
 def blocks(config: KimiK3Config, layout: str, form: str, rank: int = 0, *, own_model: bool = False) -> dict[str, Held]:
@@ -107,25 +92,35 @@ def test_equals_what_the_modules_allocate(full: KimiK3Config, form: str, layout:
     }
 
 
+STORED = ("mxfp4", "bf16")
+OVER_FOUR = ("tp=4,ep=4", "tp=4,dp=2,dispatch=alltoall,shared=attn_tp,dense=attn_tp,lm_head=dp")
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Path, list[dict[str, int]]]]:
+    """By storage and layout: a tiny checkpoint, and the bytes of every parameter of the four ranks that loaded it."""
+    folder = tmp_path_factory.mktemp("four")
+    for storage in STORED:
+        write_tiny(folder / storage, storage=storage)
+    keys = [(storage, layout) for storage in STORED for layout in OVER_FOUR]
+    cases = [{"what": "held", "folder": str(folder / storage), "layout": layout} for storage, layout in keys]
+    ranks = launch(4, cases, folder)
+    return {key: (folder / key[0], held) for key, held in zip(keys, ranks, strict=True)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", ["mxfp4", "bf16"])
-@pytest.mark.parametrize("layout", ["tp=4,ep=4", "tp=4,dp=2,dispatch=alltoall,shared=attn_tp,dense=attn_tp,lm_head=dp"])
-def test_equals_what_four_ranks_hold(tmp_path: Path, storage: str, layout: str) -> None:
-    """A tiny checkpoint loaded over gloo: every parameter of every rank has the bytes of the plan."""
-    folder = tmp_path / "tiny"
-    write_tiny(folder, storage=storage)
-    command = [sys.executable, "-c", WORKER]
-    shared = [str(tmp_path / "rendezvous"), str(folder), layout, str(tmp_path / "out")]
-    ranks = [subprocess.Popen([*command, str(rank), *shared]) for rank in range(4)]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0] * 4
+@pytest.mark.parametrize("storage", STORED)
+@pytest.mark.parametrize("layout", OVER_FOUR)
+def test_equals_what_four_ranks_hold(loaded: dict, storage: str, layout: str) -> None:
+    """Loaded over gloo: every parameter of every rank has the bytes of the plan."""
+    folder, held = loaded[storage, layout]
     config = KimiK3Config.from_pretrained(folder)
     for rank in range(4):
-        loaded = json.loads((tmp_path / f"out.{rank}").read_text())
         with torch.device("meta"):
             mesh = Mesh.inspect(ParallelLayout.parse(layout), rank)
             model = KimiK3ForCausalLM(config, mesh, experts=EXPERT_FORMS[storage])
             planned = held_parameters(model, storage, own_model=True)
-        assert loaded == {path: held.total for path, held in planned.items()}
+        assert held[rank] == {path: bytes_.total for path, bytes_ in planned.items()}
 
 
 def test_every_rule_is_used(full: KimiK3Config) -> None:

@@ -264,7 +264,7 @@ class TestCommand:
         assert message in err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_killed_twice(tiny: Path, tmp_path: Path) -> None:
     """200 prompts, two kills in the middle, and 200 answers that are those of each prompt alone."""
     prompts = [f"prompt {i}: " + "x" * (i % 23) for i in range(200)]
