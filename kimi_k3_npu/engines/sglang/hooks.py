@@ -46,7 +46,7 @@ def model_config(original: Hook, self: Any, *args: Any, **kwargs: Any) -> None:
     from kimi_k3_npu.engines.sglang import images
 
     model_path = args[0] if args else kwargs["model_path"]
-    kwargs["enable_multimodal"] = images.wanted(model_path, kwargs.get("enable_multimodal"))
+    kwargs["enable_multimodal"] = images.wanted(model_path, kwargs.get("enable_multimodal"), kwargs.get("revision"))
     original(self, *args, **kwargs)
     setattr(self.hf_config, images.TAKES_IMAGES, kwargs["enable_multimodal"])
     images.register_processors(type(self.hf_config))

@@ -30,25 +30,44 @@ TAKES_IMAGES = "kimi_k3_npu_takes_images"
 _log = logging.getLogger(__name__)
 
 
-def wanted(model_path: str, asked: bool | None) -> bool:
-    """Whether a launch takes images: if and only if its folder has vision weights, unless `asked` not to.
+def wanted(model_path: str, asked: bool | None, revision: str | None = None) -> bool:
+    """Whether a launch takes images: if and only if its model has vision weights, unless `asked` not to.
 
-    Raises LaunchError when it was asked to and cannot.
+    model_path: A folder, or the name of a model on a hub, of which `revision` is asked for the small files that tell.
+
+    Raises LaunchError when it was asked to and cannot, and when `model_path` is neither.
     """
     if asked is False:
         return False
-    folder = Path(model_path)
-    if not folder.is_dir() or not _has_vision(folder):
-        why = "has no vision weights" if folder.is_dir() else "is no folder on this machine"
+    folder = Path(model_path) if Path(model_path).is_dir() else _from_hub(model_path, revision)
+    if not _has_vision(folder):
+        why = "has no vision weights"
     elif not (folder / SETTINGS_FILE).is_file():
         why = f"has no {SETTINGS_FILE}, which says how images are prepared"
         if asked is None:
-            _log.warning("%s %s: it is served without images", folder, why)
+            _log.warning("%s %s: it is served without images", model_path, why)
     else:
         return True
     if asked:
         raise LaunchError(f"--enable-multimodal with --model-impl {IMPL}: {model_path} {why}")
     return False
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    """Where the files of a hub's model lie once they have been downloaded: those that say what its weights are."""
+    from huggingface_hub import snapshot_download
+
+    def folder_of(*files: str) -> Path:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
+
+    try:
+        folder = folder_of("config.json", "*.safetensors.index.json", SETTINGS_FILE)
+        # Weights in one file have no index, and have to be downloaded anyway.
+        return folder if any(folder.glob("*.index.json")) else folder_of("config.json", SETTINGS_FILE, "*.safetensors")
+    except (OSError, ValueError) as error:
+        raise LaunchError(
+            f"--model-path {name} is not a folder on this machine, and cannot be had from the hub: {error}"
+        ) from error
 
 
 def _has_vision(folder: Path) -> bool:
