@@ -25,7 +25,7 @@ class KimiK3ForCausalLM(nn.Module):
     """Kimi-K3 (or Kimi-Linear) on one rank of `mesh`, weights uninitialised; `load_model` makes a filled one.
 
     Of a pipeline, it holds the layers of the mesh's stage; the embedding (and vision) are with the first stage, the
-    final norm and the head with the last. `experts` is the form in which routed experts are kept. With a
+    final norm and the head with the last; where embedding and head are one table, both have it. `experts` is the form in which routed experts are kept. With a
     vision config and `vision=True` the tower and projector are built, with `rotated_vision` for a rotated text model.
     """
 
@@ -175,7 +175,9 @@ class KimiK3ForCausalLM(nn.Module):
         if first == "layers":
             layer = int(rest.partition(".")[0])
             return layer < self.config.text.num_hidden_layers and str(layer) not in self.layers
-        on_first = {"embed_tokens", "vision_tower", "mm_projector"}
+        if first == "embed_tokens":
+            return self.embed_tokens is None
+        on_first = {"vision_tower", "mm_projector"}
         return (first in on_first and not self.is_first) or (first not in on_first and not self.is_last)
 
 
