@@ -34,15 +34,16 @@ def batch(
 ) -> None:
     """Generate for every prompt of a file. Run it again to go on after an interruption: no answer is lost or repeated.
 
-    A line of JSON has one of prompt, token_ids and messages (a chat), and may have an id. Lines that cannot be used are
-    reported and skipped.
+    A line of JSON has one of prompt, token_ids and messages (a chat), and may have an id; or it is a request of
+    OpenAI's batches. Lines that cannot be used are reported and skipped; a file without one that can is an error.
     """
     temperature = generation.check_sampling(temperature, top_p)
     options = generation.engine_options(engine_arg or [])
 
     from kimi_k3_npu.config import KimiK3Config
     from kimi_k3_npu.engines.offline import open_engine
-    from kimi_k3_npu.recipes.offline import BatchSettings, Results, read_requests, run_batch
+    from kimi_k3_npu.lines import is_json_lines
+    from kimi_k3_npu.recipes.offline import BatchError, BatchSettings, Results, read_requests, run_batch
     from kimi_k3_npu.tokenizer import TokenizerError, load_tokenizer
 
     vocab_size = KimiK3Config.from_pretrained(model).text.vocab_size
@@ -50,13 +51,16 @@ def batch(
         tokenizer = load_tokenizer(model)
     except TokenizerError:
         tokenizer = None  # lines with token ids need none, and the others say so
-    as_json = input_format == "jsonl" or (input_format == "auto" and prompts.suffix in (".jsonl", ".json"))
+    as_json = input_format == "jsonl" or (input_format == "auto" and is_json_lines(prompts))
     requests, bad = read_requests(prompts, tokenizer, vocab_size, as_json=as_json, thinking=thinking)
     for line in bad:
         typer.echo(f"{prompts}:{line.line}: skipped: {line.reason}", err=True)
+    if not requests:
+        raise BatchError(f"{prompts}: " + (f"all {len(bad)} lines were skipped" if bad else "holds no prompts"))
     settings = BatchSettings(
         model=str(model.resolve()),
         engine=engine,
+        engine_args=options,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

@@ -93,6 +93,7 @@ def gsm(
     settings = BatchSettings(
         model=model or "",
         engine=engine,
+        engine_args=options,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

@@ -11,6 +11,7 @@ import yaml
 
 from kimi_k3_npu.cli.progress import bytes_bar
 from kimi_k3_npu.errors import KimiK3Error
+from kimi_k3_npu.recipes.requests import NO_SAMPLING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,9 +49,6 @@ EngineArgs = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY=VALUE", help="An argument of the engine, such as tp_size=16.", show_default=False),
 ]
-
-#: Temperatures below this are 0, as in serving engines: logits divided by less would overflow.
-NO_SAMPLING = 1e-5
 
 
 def check_sampling(temperature: float, top_p: float | None) -> float:

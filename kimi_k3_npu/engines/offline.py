@@ -29,6 +29,8 @@ def open_engine(name: EngineChoice, model: Path, options: Mapping[str, Any]) -> 
 
 def seed_of(request: Request, settings: BatchSettings) -> int | None:
     """A request's own seed: its answer depends neither on the batch it was in nor on an earlier interruption."""
+    if (own := dict(request.changes).get("seed")) is not None:
+        return int(own)
     return None if settings.seed is None else (settings.seed * 1_000_003 + request.line) % 2**31
 
 
@@ -42,12 +44,21 @@ class Transformers:
         self._network: Any = KimiK3ForGeneration.from_pretrained(model, **options)
 
     def generate(self, requests: Sequence[Request], settings: BatchSettings) -> Iterator[tuple[Request, Generated]]:
-        groups = [requests] if not settings.temperature else [[request] for request in requests]
-        for group in groups:
-            yield from zip(group, self._generate(group, settings), strict=True)
+        for group in self._groups(requests, settings):
+            yield from zip(group, self._generate(group, group[0].settings(settings)), strict=True)
 
     def close(self) -> None:
         del self._network
+
+    def _groups(self, requests: Sequence[Request], settings: BatchSettings) -> list[list[Request]]:
+        greedy: dict[Any, list[Request]] = {}
+        sampled = []
+        for request in requests:
+            if request.settings(settings).temperature:
+                sampled.append([request])
+            else:
+                greedy.setdefault(request.changes, []).append(request)
+        return [*greedy.values(), *sampled]
 
     def _generate(self, requests: Sequence[Request], settings: BatchSettings) -> list[Generated]:
         import torch
@@ -72,8 +83,8 @@ class Transformers:
         }
         if settings.temperature:
             chosen |= {"temperature": settings.temperature, "top_k": self._network.generation_config.top_k or 0}
-        if settings.top_p is not None:
-            chosen["top_p"] = settings.top_p
+            if settings.top_p is not None:
+                chosen["top_p"] = settings.top_p
         return chosen
 
     def _cut(self, tokens: list[int]) -> Generated:
@@ -108,6 +119,7 @@ class Sglang:
         self._engine.shutdown()
 
     def _sampling(self, request: Request, settings: BatchSettings) -> dict[str, Any]:
+        settings = request.settings(settings)
         chosen: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
         if settings.top_p is not None:
             chosen["top_p"] = settings.top_p
@@ -137,6 +149,7 @@ class Vllm:
         del self._engine
 
     def _sampling(self, request: Request, settings: BatchSettings) -> Any:
+        settings = request.settings(settings)
         chosen: dict[str, Any] = {"max_tokens": settings.max_new_tokens, "temperature": settings.temperature}
         if settings.top_p is not None:
             chosen["top_p"] = settings.top_p

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 from kimi_k3_npu.chat.calls import Message
-from kimi_k3_npu.errors import KimiK3Error
+from kimi_k3_npu.errors import NAMES_SHOWN, KimiK3Error
 from kimi_k3_npu.evaluation.answers import Reply
+from kimi_k3_npu.lines import BadLine, json_line, read_file, read_object
 
 MARK = "####"
 
@@ -51,20 +51,23 @@ def read_problems(path: Path) -> list[Problem]:
     """The problems of a file.
 
     Raises:
-        EvaluationError: A line is no problem, or there is none.
+        EvaluationError: Lines are no problems (a score of the others could not be compared), or there is none.
     """
-    problems = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+    problems: list[Problem] = []
+    bad: list[BadLine] = []
+    for line in read_file(path):
+        if isinstance(line, BadLine):
+            bad.append(line)
+        elif line.text.strip():
             try:
-                if line.strip():
-                    problems.append(_problem(json.loads(line)))
+                problems.append(_problem(line.text))
             except ValueError as error:
-                reason = "it is not JSON" if isinstance(error, json.JSONDecodeError) else error
-                raise EvaluationError(
-                    f"{path}:{number}: no problem in GSM8K's format: {reason}; a line is "
-                    f'{{"question": "...", "answer": "... {MARK} 42"}}'
-                ) from None
+                bad.append(BadLine(line.line, str(error)))
+    if bad:
+        lines = [f"{path}:{one.line}: no problem in GSM8K's format: {one.reason}" for one in bad[:NAMES_SHOWN]]
+        more = [f"and {len(bad) - NAMES_SHOWN} more lines"] * (len(bad) > NAMES_SHOWN)
+        wanted = f'a line is {{"question": "...", "answer": "... {MARK} 42"}}'
+        raise EvaluationError("\n".join([*lines, *more]) + f"; {wanted}")
     if not problems:
         raise EvaluationError(f"{path}: holds no problems")
     return problems
@@ -160,16 +163,22 @@ def wilson(right: int, total: int, z: float = 1.959964) -> tuple[float, float]:
 def write_marked(marked: Sequence[Marked], path: Path) -> None:
     """A line of JSON each, in the order of the problems."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in marked]
-    path.write_text("".join(lines), encoding="utf-8")
+    path.write_bytes(b"".join(json_line(asdict(one)) for one in marked))
 
 
 def read_marked(path: Path) -> list[Marked]:
     """What `write_marked` wrote. Raises EvaluationError for anything else."""
-    try:
-        return [Marked(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (ValueError, TypeError):
-        raise EvaluationError(f"{path}: does not hold the answers of an evaluation, as --out writes them") from None
+    marked = []
+    for line in read_file(path):
+        try:
+            if isinstance(line, BadLine):
+                raise ValueError(line.reason)
+            marked.append(Marked(**read_object(line.text)))
+        except (ValueError, TypeError):
+            raise EvaluationError(
+                f"{path}: does not hold the answers of an evaluation, as --out writes them: line {line.line} is none"
+            ) from None
+    return marked
 
 
 def differing(first: Sequence[Marked], second: Sequence[Marked]) -> list[tuple[Marked, Marked]]:
@@ -185,7 +194,11 @@ def differing(first: Sequence[Marked], second: Sequence[Marked]) -> list[tuple[M
     return [pair for pair in zip(first, second, strict=True) if pair[0].answer != pair[1].answer]
 
 
-def _problem(raw: Any) -> Problem:
+def _problem(line: str) -> Problem:
+    try:
+        raw = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
     if not isinstance(raw, dict):
         raise ValueError("it is not an object")
     for key in ("question", "answer"):
