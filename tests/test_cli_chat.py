@@ -174,6 +174,25 @@ class TestChat:
         assert out.endswith("(thinking) hm\nGröße\n")
         assert "<|media_begin|>" not in played.prompts[0]
 
+    def test_lines_that_cannot_be_read(
+        self, run: Callable, tiny: Path, script: Callable[..., Script], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        played = script(ANSWER, ANSWER)
+        bytes_in = io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfone\ncaf\xe9\n/image ~nosuchuser/x.png\ntwo\rtwo\n"))
+        monkeypatch.setattr("io.StringIO", lambda _: bytes_in)
+        code, out, err = run("chat", "--model", tiny)
+        assert err.splitlines() == [
+            "error: line 2: not UTF-8: byte E9 in place 4",
+            "error: ~nosuchuser/x.png: No such file or directory",
+        ]
+        assert (code, out) == (1, "(thinking) hm\nGröße\n" * 2)
+        assert "<|sep|>one<|close|>" in played.prompts[0]
+        assert "<|sep|>two\rtwo<|close|>" in played.prompts[1]
+
+    def test_an_answer_without_thinking(self, run: Callable, tiny: Path, script: Callable[..., Script]) -> None:
+        script("yes<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>")
+        assert run("chat", "--model", tiny, lines=["hi"]) == (0, "(thinking) yes\n(that was the answer)\n", "")
+
     def test_too_long(self, run: Callable, tiny: Path, script: Callable[..., Script]) -> None:
         played = script(ANSWER)
         code, _, err = run("chat", "--model", tiny, lines=["x" * 8200, "x" * 8000])

@@ -2,11 +2,13 @@
 
 The parser takes pieces as a tokenizer makes them of token ids: control tokens, which alone can be markup, and text.
 What is cut off or nested wrongly is kept as far as it makes sense: an unclosed block ends where the text ends, stray
-markup is dropped, and a tool call that was cut off is not `complete`.
+markup is dropped but no text with it, and a tool call that was cut off is not `complete`. The deltas of a stream add up
+to the answer, wherever the stream is cut.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -18,11 +20,16 @@ from kimi_k3_npu.chat.render import CLOSE, END, OPEN, SEP, Segment
 
 @dataclass
 class ToolCall:
-    """One call: `arguments` is a JSON object as text, or the model's own text where that is not one."""
+    """One call: `arguments` is a JSON object as text, or the model's own text where that is not one.
+
+    `id` follows from what the answer says up to the end of the call: it is the same at every parse, and no other call
+    of the answer has it.
+    """
 
     name: str
     arguments: str = "{}"
     complete: bool = False
+    id: str = field(default="", compare=False)
 
 
 @dataclass
@@ -41,16 +48,20 @@ class Answer:
             message["reasoning_content"] = self.reasoning
         if calls := [call for call in self.tool_calls if call.complete]:
             message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
             ]
         return message
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added: text of the reasoning or of the answer, or a call that is now complete."""
+    """What one step added: text of the reasoning or of the answer, or a call that is now complete.
 
-    kind: Literal["reasoning", "content", "tool_call"]
+    `reasoning_was_content` adds no text: the reasoning so far turned out to be the content, and there is no reasoning.
+    """
+
+    kind: Literal["reasoning", "content", "tool_call", "reasoning_was_content"]
     text: str = ""
     call: ToolCall | None = None
 
@@ -65,29 +76,41 @@ class Tag:
 
 
 class TagReader:
-    """Pieces to tags and text. A tag that is cut off is dropped; control tokens of no tag are left as they are."""
+    """Pieces to tags and text. A tag that the end cuts off is dropped; what only begins like one is text.
+
+    Control tokens of no tag are left as they are.
+    """
 
     def __init__(self) -> None:
         self._opened_by: str | None = None
         self._header = ""
 
-    def feed(self, piece: Segment) -> Tag | Segment | None:
-        """The tag or text that the next piece completes."""
+    def feed(self, piece: Segment) -> list[Tag | Segment]:
+        """The tags and text that the next piece completes."""
         if not piece.special:
             if self._opened_by is None:
-                return piece
+                return [piece]
             self._header += piece.text
-        elif piece.text in (OPEN, CLOSE):
-            self._opened_by, self._header = piece.text, ""
-        elif piece.text == END:
+            begins = _NAME if self._opened_by == CLOSE else _HEADER_BEGINS
+            may_be_tag = len(self._header) <= _LONGEST_HEADER and begins.fullmatch(self._header)
+            return [] if may_be_tag else self._no_tag()
+        if piece.text == SEP and self._opened_by and _HEADER.fullmatch(self._header):
+            tag = _read_tag(self._opened_by, self._header)
             self._opened_by = None
-            return Tag("end")
-        elif piece.text == SEP:
-            kind, self._opened_by = self._opened_by, None
-            return _read_tag(kind, self._header) if kind else None
-        elif self._opened_by is None:
-            return piece
-        return None
+            return [tag]
+        found = self._no_tag()
+        if piece.text in (OPEN, CLOSE):
+            self._opened_by = piece.text
+        elif piece.text == END:
+            found.append(Tag("end"))
+        else:
+            found.append(piece)
+        return found
+
+    def _no_tag(self) -> list[Tag | Segment]:
+        """What was taken for a tag's header, as the text that it is."""
+        text, self._header, self._opened_by = self._header if self._opened_by else "", "", None
+        return [Segment(text, False)] if text else []
 
 
 class AnswerParser:
@@ -104,8 +127,7 @@ class AnswerParser:
 
     def feed(self, piece: Segment) -> list[Delta]:
         """Read the next piece; what it added."""
-        found = self._tags.feed(piece)
-        return [] if found is None else self.read(found)
+        return [delta for found in self._tags.feed(piece) for delta in self.read(found)]
 
     def read(self, found: Tag | Segment) -> list[Delta]:
         """Read the next tag or text; what it added. After the end of the message, nothing."""
@@ -144,7 +166,8 @@ class AnswerParser:
             self._call = _CallReader(self.answer.tool_calls[-1])
         elif self._call:
             self._call.open(tag)
-        self._blocks.append(tag.name)
+        if tag.name in (_BLOCKS_OF_CALLS if self._call else _BLOCKS):  # text in any other tag is that around it
+            self._blocks.append(tag.name)
         return deltas
 
     def _close(self, name: str) -> list[Delta]:
@@ -167,13 +190,15 @@ class AnswerParser:
             return []
         self._blocks.pop()
         self.answer.content, self.answer.reasoning = self.answer.reasoning, ""
-        return [Delta("content", self.answer.content)]
+        return [Delta("reasoning_was_content")]
 
     def _finish_call(self, *, complete: bool) -> list[Delta]:
         if self._call is None:
             return []
         call, self._call = self._call.finish(), None
         call.complete = complete
+        said = [self.answer.reasoning, self.answer.content, len(self.answer.tool_calls), call.name, call.arguments]
+        call.id = f"call_{hashlib.sha256(json.dumps(said).encode()).hexdigest()[:24]}"
         return [Delta("tool_call", call=call)] if complete else []
 
 
@@ -236,10 +261,18 @@ def pieces_of_text(text: str) -> list[Segment]:
 def as_tags(pieces: Iterable[Segment]) -> Iterator[Tag | Segment]:
     """The tags and the text between them."""
     reader = TagReader()
-    return (found for piece in pieces if (found := reader.feed(piece)) is not None)
+    return (found for piece in pieces for found in reader.feed(piece))
 
 
+_LONGEST_HEADER = 8192
+_BLOCKS = ("think", "response", "tools", "call")
+_BLOCKS_OF_CALLS = (*_BLOCKS, "argument", "json")
 _ATTRIBUTE = re.compile(r'\s([\w-]+)="([^"]*)"')
+_GIVEN = r'(?:\s+[\w-]+=(?:"[^"]*"|[^\s"]*))*'
+_NAME = re.compile(r"\s*[\w-]*\s*")
+#: What stands between the control tokens of a tag that opens, and all that it can begin with.
+_HEADER = re.compile(rf"\s*[\w-]*{_GIVEN}\s*")
+_HEADER_BEGINS = re.compile(rf'\s*[\w-]*{_GIVEN}(?:\s*|\s+[\w-]+=?|\s+[\w-]+="[^"]*)')
 
 
 def _read_tag(kind: str, header: str) -> Tag:

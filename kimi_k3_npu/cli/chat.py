@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,6 +14,7 @@ import typer
 
 from kimi_k3_npu.cli import generation
 from kimi_k3_npu.errors import KimiK3Error
+from kimi_k3_npu.lines import BadLine, Line, LineError, read_lines
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -70,7 +73,9 @@ def chat(
     failed = False
     for line in _lines():
         try:
-            if not session.read(line):
+            if isinstance(line, BadLine):
+                raise LineError(f"line {line.line}: {line.reason}")
+            if not session.read(line.text):
                 break
         except KimiK3Error as error:
             failed = True
@@ -79,16 +84,19 @@ def chat(
         raise typer.Exit(1)
 
 
-def _lines() -> Iterator[str]:
+def _lines() -> Iterator[Line | BadLine]:
     """Lines of the standard input, with a prompt and line editing on a terminal."""
     if not sys.stdin.isatty():
-        yield from (line.rstrip("\r\n") for line in sys.stdin)
+        raw = getattr(sys.stdin, "buffer", None)  # a program around this one may have put text alone there
+        yield from read_lines((line.encode() for line in sys.stdin) if raw is None else raw)
         return
     import readline  # noqa: F401  gives input() its editing and history
 
-    while True:
+    for number in count(1):
         try:
-            yield input("> ")
+            yield Line(number, input("> "))
+        except UnicodeDecodeError as error:
+            yield BadLine(number, f"not {error.encoding}: {error.reason}")
         except (EOFError, KeyboardInterrupt):
             typer.echo()
             return
@@ -126,7 +134,7 @@ class _Session:
 
     def _command(self, name: str, argument: str) -> bool:
         if name == "/image" and argument.strip():
-            self._show(Path(argument.strip()).expanduser())
+            self._show(Path(os.path.expanduser(argument.strip())))  # as it is, where there is no such user
         elif name == "/reset":
             self._messages, self._images = list(self._beginning), []
         elif name in ("/quit", "/exit"):
@@ -215,6 +223,9 @@ class _Printer:
         return answer.as_message()
 
     def _show(self, delta: Delta) -> None:
+        if delta.kind == "reasoning_was_content":
+            typer.secho("\n(that was the answer)", dim=True, nl=False)
+            return
         dim = delta.kind == "reasoning"
         if delta.kind != self._kind:
             typer.echo("\n" * bool(self._kind), nl=False)

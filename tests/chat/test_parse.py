@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kimi_k3_npu.chat.conversation import parse_conversation
-from kimi_k3_npu.chat.parse import Answer, AnswerParser, ToolCall, parse_answer, pieces_of_text
+from kimi_k3_npu.chat.parse import Answer, AnswerParser, Delta, ToolCall, parse_answer, pieces_of_text
 from kimi_k3_npu.chat.render import Segment, encode, image_prompt, render
 from kimi_k3_npu.tokenizer import PieceStream, Tokenizer
 
@@ -141,6 +143,7 @@ def with_arguments_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     messages = json.loads(json.dumps(messages))  # sizes as lists
     for message in messages:
         for call in message.get("tool_calls", []):
+            call.pop("id", None)  # made when a message is read; see test_calls_have_ids
             if isinstance(call["function"]["arguments"], str):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return messages
@@ -261,7 +264,15 @@ THOUGHT = "hm<|close|>think<|sep|><|open|>response<|sep|>yes"
         (THOUGHT + "<|close|>message<|sep|>", Answer("hm", "yes")),
         # The model skips thinking: it writes the answer and closes a response that it never opened.
         ("yes<|close|>response<|sep|><|end_of_msg|>", Answer("", "yes", finished=True)),
-        (THOUGHT + "<|open|>x<|sep|>inner<|close|>x<|sep|> and no", Answer("hm", "yes and no")),
+        (THOUGHT + "<|open|>x<|sep|>inner<|close|>x<|sep|> and no", Answer("hm", "yesinner and no")),
+        # Tags that the format has not, or that never end, cost no text.
+        ("a<|open|>x<|sep|>b<|close|>think<|sep|><|open|>response<|sep|>c", Answer("ab", "c")),
+        (THOUGHT + "<|open|> is how a tag begins, and so on", Answer("hm", "yes is how a tag begins, and so on")),
+        (THOUGHT + "<|close|>no tag", Answer("hm", "yesno tag")),
+        (THOUGHT + "<|open|>so<|end_of_msg|>", Answer("hm", "yesso", finished=True)),
+        (THOUGHT + "<|open|>a<|open|>b<|sep|>c", Answer("hm", "yesac")),
+        (THOUGHT + "<|open|>message<|sep|>a<|open|>json<|sep|>b", Answer("hm", "yesab")),
+        (THOUGHT + '<|open|>a b="' + "x" * 10_000, Answer("hm", 'yesa b="' + "x" * 10_000)),
         # Control tokens of other kinds, and a separator of no tag.
         ("hm<|sep|>!", Answer("hm!")),
     ],
@@ -302,7 +313,56 @@ def test_calls() -> None:
 def test_skipped_thinking_in_a_stream() -> None:
     parser = AnswerParser()
     deltas = [delta for piece in pieces_of_text("yes<|close|>response<|sep|>") for delta in parser.feed(piece)]
-    assert [(delta.kind, delta.text) for delta in deltas] == [("reasoning", "yes"), ("content", "yes")]
+    assert [(delta.kind, delta.text) for delta in deltas] == [("reasoning", "yes"), ("reasoning_was_content", "")]
+
+
+def added_up(deltas: Iterable[Delta]) -> dict[str, Any]:
+    """What someone who only sees the deltas ends with."""
+    text = {"reasoning": "", "content": ""}
+    calls = []
+    for delta in deltas:
+        if delta.kind == "reasoning_was_content":
+            text = {"reasoning": "", "content": text["reasoning"] + text["content"]}
+        elif delta.call:
+            calls.append(delta.call)
+        else:
+            text[delta.kind] += delta.text
+    return Answer(**text, tool_calls=calls).as_message()
+
+
+@settings(CALM, max_examples=300)
+@given(pieces=PIECES, thinking=st.booleans(), data=st.data())
+def test_deltas_add_up(pieces: list[Segment], thinking: bool, data: st.DataObject) -> None:
+    """Of any stream, after every piece; and it does not matter where its text is cut into pieces."""
+    parser, deltas = AnswerParser(thinking), []
+    for count, piece in enumerate(pieces, 1):
+        deltas += parser.feed(piece)
+        message = parse_answer(pieces[:count], thinking=thinking).as_message()
+        assert added_up(deltas) == message
+        identities = [call["id"] for call in message.get("tool_calls", [])]
+        assert len(set(identities)) == len(identities)
+    cut: list[Segment] = []
+    for piece in pieces:
+        place = data.draw(st.integers(0, len(piece.text))) if not piece.special else 0
+        parts = (piece.text[:place], piece.text[place:])
+        cut += [Segment(part, piece.special) for part in parts if part]
+    whole = parse_answer(pieces, thinking=thinking)
+    assert parse_answer(cut, thinking=thinking).as_message() == whole.as_message()
+
+
+def test_calls_have_ids() -> None:
+    """The same at every parse, their own each, and results that name them find their calls in the next turn."""
+    call = '<|open|>call tool="{}" index="1"<|sep|><|close|>call<|sep|>'
+    text = "<|close|>think<|sep|><|open|>tools<|sep|>" + "".join(map(call.format, "ffg")) + "<|end_of_msg|>"
+    message = parsed(text).as_message()
+    identities = [call["id"] for call in message["tool_calls"]]
+    assert len(set(identities)) == 3
+    assert all(re.fullmatch(r"call_[0-9a-f]{24}", identity) for identity in identities)
+    assert [call["id"] for call in parsed(text).as_message()["tool_calls"]] == identities
+    assert not set(identities) & {call["id"] for call in parsed("hm" + text).as_message()["tool_calls"]}
+    results = [{"role": "tool", "tool_call_id": identity, "content": identity} for identity in identities[::-1]]
+    back = parse_conversation(render([message, *results]))
+    assert [(one["name"], one["content"]) for one in back[1:]] == list(zip("ffg", identities, strict=True))
 
 
 def test_what_the_format_says_itself() -> None:
