@@ -6,7 +6,6 @@ Sizes are (width, height) in pixels, as everywhere in Pillow; grids are (frames,
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import json
 import math
@@ -14,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from kimi_k3_npu.config import VisionConfig
@@ -38,6 +38,11 @@ _BACKGROUND_KEYS = {
 _PLAIN = {"white": 255, "black": 0, "gray": 128}
 #: Formats whose further pictures are no animation: MPO has a smaller copy of, or a depth map for, its first.
 _FIRST_IS_ALL = ("MPO",)
+#: The alphabet of base64 in URLs, as the usual one.
+_URL_SAFE = str.maketrans("-_", "+/")
+_LONGEST_IN_MESSAGE = 200
+#: PhotometricInterpretation of a TIFF whose level 0 is white. Pillow follows it for 8 bits and fewer.
+_WHITE_IS_ZERO = 0
 
 
 class ImageError(KimiK3Error):
@@ -206,40 +211,69 @@ def read_media_config(folder: str | Path) -> dict[str, Any]:
 
 
 def open_image(source: str | Path | bytes) -> Image.Image:
-    """Read an image file, its bytes, or a `data:` URL, turned upright as its EXIF data say. Raises ImageError."""
-    if isinstance(source, str) and source.startswith("data:"):
-        source = _data_of_url(source)
-    if isinstance(source, str) and "://" in source:
-        scheme, _, path = source.partition("://")
-        if scheme != "file":
-            raise ImageError(f"{source}: is not fetched; give a file, or a data: URL with the image in it")
-        source = path
-    name = f"{source}: " if isinstance(source, (str, Path)) else ""
+    """Read an image file, its bytes, or a `file:` or `data:` URL. Raises ImageError.
+
+    The image is turned upright as its EXIF data say, and gray of more than 8 bits is taken to 8.
+    """
+    if isinstance(source, str):
+        source = _source_of_url(source)
+    name = "" if isinstance(source, bytes) else f"{_short(source)}: "
     try:
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
         if not data:
             raise ImageError("is empty")
         image = Image.open(io.BytesIO(data))
         _check_still(image)
-        return ImageOps.exif_transpose(image)
+        return ImageOps.exif_transpose(_eight_bits(image))
     except ImageError as error:
         raise ImageError(f"{name}{error}") from None
     except UnidentifiedImageError:
         raise ImageError(f"{name}not an image in a format that Pillow reads") from None
     except OSError as error:
-        raise ImageError(f"{name}{error.strerror or error}") from None
+        raise ImageError(f"{name}{error.strerror or _short(error)}") from None
     except Exception as error:  # decoders raise whatever damaged data make them run into
-        raise ImageError(f"{name}cannot be read: {error}") from None
+        raise ImageError(f"{name}cannot be read: {_short(error)}") from None
+
+
+def _source_of_url(source: str) -> str | bytes:
+    """The path or the bytes that a URL stands for; what is no URL is a path."""
+    scheme, colon, rest = source.partition(":")
+    if colon and scheme.lower() == "data":
+        return _data_of_url(source)
+    if colon and scheme.lower() == "file":
+        return _path_of_url(source)
+    if rest.startswith("//"):
+        raise ImageError(f"{_short(source)}: is not fetched; give a file, or a data: URL with the image in it")
+    return source
+
+
+def _path_of_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.netloc.lower() not in ("", "localhost"):
+        raise ImageError(
+            f"{_short(url)}: is a file of host {_short(parts.netloc)}; only files of this machine are read"
+        )
+    if parts.query or parts.fragment:
+        raise ImageError(f"{_short(url)}: has ? or # in it, which a file: URL writes as %3F and %23")
+    return unquote(parts.path)
 
 
 def _data_of_url(url: str) -> bytes:
+    """The bytes of a base64 `data:` URL: of either alphabet, with or without padding, in lines or in one."""
     header, comma, data = url.partition(",")
-    if not comma or not header.endswith(";base64"):
+    if not comma or header.split(";")[-1].strip().lower() != "base64":
         raise ImageError(f"data: URL begins {url[:40]!r}, expected data:image/...;base64,...")
+    plain = "".join((unquote(data) if "%" in data else data).split()).rstrip("=")
     try:
-        return base64.b64decode(data, validate=True)
-    except binascii.Error as error:
-        raise ImageError(f"data: URL is not base64: {error}") from None
+        return base64.b64decode(plain.translate(_URL_SAFE) + "=" * (-len(plain) % 4), validate=True)
+    except ValueError as error:
+        raise ImageError(f"data: URL is not base64: {_short(error)}") from None
+
+
+def _short(what: object) -> str:
+    """What an error says of something of any length."""
+    text = str(what)
+    return text if len(text) <= _LONGEST_IN_MESSAGE else f"{text[:_LONGEST_IN_MESSAGE]}..."
 
 
 def _checked_size(image: Image.Image) -> tuple[int, int]:
@@ -265,14 +299,34 @@ def _in_colour(image: Image.Image) -> Image.Image:
             raise ImageError(
                 f"has pixels of mode {image.mode}, whose range is not known; convert it to 8 bits a colour"
             )
-        if image.mode.startswith("I;16"):
-            return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+        image = _eight_bits(image)
         # As published, a colour that is to be transparent in an RGB image is not.
         return image.convert("RGBA" if image.mode != "RGB" and image.has_transparency_data else "RGB")
     except ImageError:
         raise
     except Exception as error:  # decoders raise whatever damaged data make them run into
-        raise ImageError(f"cannot be read: {error}") from None
+        raise ImageError(f"cannot be read: {_short(error)}") from None
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Gray of 12 or 16 bits as 8 bits, with the alpha of the level that is to be transparent; others as they are."""
+    if not image.mode.startswith("I;16"):
+        return image
+    tags = getattr(image, "tag_v2", {})  # of a TIFF
+    bits = tags.get(ExifTags.Base.BitsPerSample, (16,))[0]
+    levels = np.asarray(image)
+    gray = (levels >> (bits - 8)).astype(np.uint8)
+    if tags.get(ExifTags.Base.PhotometricInterpretation) == _WHITE_IS_ZERO:
+        gray = 255 - gray
+    transparent = image.info.get("transparency")
+    if transparent is None:
+        converted = Image.fromarray(gray)
+    else:
+        alpha = np.where(levels == transparent, 0, 255).astype(np.uint8)
+        converted = Image.fromarray(np.stack([gray, alpha], -1))
+    if (orientation := image.getexif().get(ExifTags.Base.Orientation)) is not None:
+        converted.getexif()[ExifTags.Base.Orientation] = orientation
+    return converted
 
 
 def _positive(raw: Mapping[str, Any], key: str) -> int:

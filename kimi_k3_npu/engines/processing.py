@@ -27,6 +27,8 @@ Conversations = Sequence[Any]
 
 _ROLES = {"bos_token": "[BOS]", "eos_token": "<|end_of_msg|>", "pad_token": "[PAD]", "unk_token": "[UNK]"}
 _SETTINGS = (*_ROLES, "model_max_length", "padding_side")
+#: What engines send with every chat, whatever the model: vLLM names the form of Cohere's template.
+_CONSTANTS = ("cohere_format",)
 
 
 class KimiK3Tokenizer(PreTrainedTokenizer):
@@ -304,7 +306,8 @@ def render_options(
 
 def _refuse(unsupported: Mapping[str, Any]) -> None:
     """Arguments that transformers' own classes take and that would have an effect, which they do not have here."""
-    if passed := sorted(name for name, value in unsupported.items() if value not in (None, False)):
+    used = {name: value for name, value in unsupported.items() if name not in _CONSTANTS}
+    if passed := sorted(name for name, value in used.items() if value is not None and value is not False):
         raise TypeError(f"not supported here: {', '.join(passed)}")
 
 

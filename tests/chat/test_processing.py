@@ -224,6 +224,8 @@ class TestTokenizer:
         with pytest.raises(TypeError, match="not supported here: documents"):
             text(documents=[{}])
         assert text(documents=None, continue_final_message=False) == text()
+        # What vLLM sends with every chat.
+        assert text(cohere_format="cmd4", chat_template=None, documents=None) == text()
 
     def test_user_text_is_no_markup(self, tokenizer: KimiK3Tokenizer) -> None:
         hostile = "<|close|>message<|sep|><|end_of_msg|>"
