@@ -12,11 +12,16 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kimi_k3_npu.chat.render import Segment
 from kimi_k3_npu.errors import KimiK3Error
+
+if TYPE_CHECKING:
+    import tiktoken
+    import tokenizers
 
 TIKTOKEN_FILE, JSON_FILE, SETTINGS_FILE = "tiktoken.model", "tokenizer.json", "tokenizer_config.json"
 
@@ -206,10 +211,19 @@ def _from_tiktoken(file: Path, settings: Mapping[str, Any]) -> Tokenizer:
         file.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=controls, explicit_n_vocab=last
     )
 
-    def ordinary(text: str) -> list[int]:
-        return [token for part in _short_parts(text) for token in encoding.encode_ordinary(part)]
+    return Tokenizer(
+        _TiktokenText(encoding), {rank: token for token, rank in ranks.items()}, controls, set(controls) - visible
+    )
 
-    return Tokenizer(ordinary, {rank: token for token, rank in ranks.items()}, controls, set(controls) - visible)
+
+@dataclass(frozen=True)
+class _TiktokenText:
+    """Encodes text without control tokens. A class, as what a tokenizer holds is pickled with it."""
+
+    encoding: tiktoken.Encoding
+
+    def __call__(self, text: str) -> list[int]:
+        return [token for part in _short_parts(text) for token in self.encoding.encode_ordinary(part)]
 
 
 def _read_ranks(file: Path) -> dict[bytes, int]:
@@ -272,7 +286,17 @@ def _from_json(file: Path) -> Tokenizer:
     except KeyError:
         raise TokenizerError(f"{file}: not a byte-level tokenizer, and only those are read") from None
     hidden = {entry["content"] for entry in added if entry.get("special")}
-    return Tokenizer(lambda text: model.encode(text, add_special_tokens=False).ids, vocabulary, controls, hidden)
+    return Tokenizer(_JsonText(model), vocabulary, controls, hidden)
+
+
+@dataclass(frozen=True)
+class _JsonText:
+    """As `_TiktokenText`, by the tokenizers library."""
+
+    model: tokenizers.Tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self.model.encode(text, add_special_tokens=False).ids
 
 
 def byte_alphabet() -> list[str]:

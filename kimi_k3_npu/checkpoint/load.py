@@ -20,7 +20,7 @@ from kimi_k3_npu.checkpoint.reader import Checkpoint, collector_paused
 from kimi_k3_npu.checkpoint.storage import ExpertWeights, Storage, StorageName, read_storage
 from kimi_k3_npu.checkpoint.stream import bytes_to_read, read_weights
 from kimi_k3_npu.config import MXFP4_GROUP, KimiK3Config
-from kimi_k3_npu.errors import CheckpointError, Fault
+from kimi_k3_npu.errors import CheckpointError, Fault, KimiK3Error
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.parallel.layout import ParallelLayout
@@ -67,10 +67,13 @@ def load_model(
         progress: Called as bytes arrive.
 
     Raises:
+        KimiK3Error: `dtype` is none that a model can be kept in.
         ConfigError: config.json is missing, broken, or not a model of this package.
         LayoutError: The layout cannot split this model.
         CheckpointError: The tensors are not exactly those of the model; lists all faults.
     """
+    if dtype is not None and dtype not in DTYPES.values():
+        raise KimiK3Error(f"dtype is {dtype!r}; supported: {', '.join(map(str, DTYPES.values()))}")
     config = KimiK3Config.from_pretrained(path)
     checkpoint = Checkpoint.open(path)
     storage = read_storage(checkpoint, config, quantization)

@@ -40,6 +40,8 @@ class KimiK3Tokenizer(PreTrainedTokenizer):
 
     vocab_files_names: ClassVar = {}  # type: ignore[misc]
     model_input_names: ClassVar = ["input_ids", "attention_mask"]  # type: ignore[misc]
+    #: Generation goes on after the last column.
+    padding_side = "left"
 
     def __init__(self, tokenizer: Tokenizer, **kwargs: Any) -> None:
         self.segments = tokenizer
@@ -63,6 +65,10 @@ class KimiK3Tokenizer(PreTrainedTokenizer):
         # Control tokens are written as they are, or as objects with their flags.
         plain = {key: value["content"] if isinstance(value, dict) else value for key, value in found.items()}
         return cls(load_tokenizer(folder), name_or_path=str(folder), **plain)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is derived when first asked for: being used changes nothing that fingerprints are made of."""
+        return self.__dict__ | {"_ids": None}
 
     @property
     def vocab_size(self) -> int:

@@ -10,6 +10,7 @@ folders too.
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,13 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kimi_k3_npu import envs
-from kimi_k3_npu.checkpoint.load import ExpertWeights, Progress, load_model
+from kimi_k3_npu.checkpoint.load import DTYPES, ExpertWeights, Progress, load_model
 from kimi_k3_npu.config import KimiK3Config, read_config_file
+from kimi_k3_npu.engines.generation import GenerationCache, check_arguments, check_options
+from kimi_k3_npu.engines.padding import check_prompts, kept_tokens, next_token_loss, real_tokens
 from kimi_k3_npu.engines.processing import register_auto_classes
 from kimi_k3_npu.errors import KimiK3Error
 from kimi_k3_npu.model.attention import CachedAttention
-from kimi_k3_npu.model.cache import ModelCache
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.model.fixed import decode_step, reach_of
 from kimi_k3_npu.model.vision import image_features, splice
@@ -68,38 +70,6 @@ class KimiK3PreTrainedConfig(PreTrainedConfig):
         return (self.text_config or {})["num_hidden_layers"]
 
 
-class GenerationCache:
-    """`past_key_values` of a generation: one cache slot a batch row, made when the number of rows is known."""
-
-    is_compileable = False
-
-    def __init__(self, model: KimiK3ForCausalLM, max_length: int) -> None:
-        self._model, self._max_length = model, max_length
-        self._cache: ModelCache | None = None
-        self._columns = 0
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the padded batch seen so far."""
-        return self._columns
-
-    def attend(self, lengths: list[int], columns: int) -> CachedAttention:
-        """The attention for a pass of `lengths[i]` new tokens in row i, out of `columns` new padded columns."""
-        needed = self._columns + columns
-        if self._cache is None:
-            self._cache = self._model.new_cache(len(lengths), max(self._max_length, needed))
-            for _ in lengths:
-                self._cache.join()
-        elif needed > self._cache.capacity:
-            self._cache = self._cache.grown(2 * needed)
-        self._columns = needed
-        return CachedAttention(self._cache, range(len(lengths)), lengths)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i goes on as what row beam_idx[i] was."""
-        if self._cache is not None:
-            self._cache.reorder(beam_idx.tolist())
-
-
 class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
     """The model behind transformers' interface, for prompts padded on either side. Weights come from
     `from_pretrained`."""
@@ -119,6 +89,7 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
         *,
         config: PreTrainedConfig | None = None,
         dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         expert_weights: ExpertWeights = "auto",
         vision: bool | None = None,
@@ -128,6 +99,7 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
     ) -> KimiK3ForGeneration:
         """Load a kimi_k3 or kimi_linear checkpoint folder with this package's loader; arguments as in `load_model`.
 
+        `dtype` may be a name too, or "auto" for the checkpoint's own; `torch_dtype` is its earlier name.
         Raises TypeError for arguments of transformers' loader that have no meaning here, beside load_model's errors.
         """
         passed = {
@@ -135,13 +107,12 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
         }
         if passed:
             raise TypeError(f"KimiK3ForGeneration.from_pretrained does not take {', '.join(sorted(passed))}")
-        if isinstance(dtype, str):
-            dtype = None if dtype == "auto" else getattr(torch, dtype)
+        wanted = _dtype(dtype, torch_dtype)
         path = Path(pretrained_model_name_or_path)
         model = load_model(
             path,
             device=device,
-            dtype=dtype,
+            dtype=wanted,
             expert_weights=expert_weights,
             vision=vision,
             scan=scan,
@@ -169,9 +140,21 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("this class reads checkpoints in the published naming and does not write any")
 
+    def generate(  # type: ignore[override]
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
+    ) -> Any:
+        """transformers' generation, for prompts padded on either side. Raises KimiK3Error, beside transformers' own
+        errors, for options that this model has no answer for."""
+        asked = vars(generation_config or self.generation_config)
+        check_options(asked | {name: value for name, value in kwargs.items() if value is not None})
+        return super().generate(inputs, generation_config, **kwargs)  # type: ignore[misc]
+
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None:
+            check_prompts(mask, generation_config.prefill_chunk_size)
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = GenerationCache(self.model, max_cache_length)
 
@@ -183,47 +166,79 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         pixel_values: Tensor | None = None,
         grid_thws: Tensor | None = None,
+        labels: Tensor | None = None,
         logits_to_keep: int = 0,
         use_cache: bool | None = None,
-        **_: Any,
-    ) -> CausalLMOutputWithPast:
-        """input_ids [B, L] (or inputs_embeds [B, L, H]) -> logits fp32 [B, L, vocab], or of the last `logits_to_keep`
-        columns.
+        return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **unsupported: Any,
+    ) -> CausalLMOutputWithPast | tuple:
+        """input_ids [B, L] (or inputs_embeds [B, L, H]) -> logits fp32 [B, L, vocab].
 
-        attention_mask [B, past + L] marks real tokens; logits of padding are 0. pixel_values [P, 3, p, p] and grid_thws
-        [images, 3] are the images of all rows in order; each feature takes the place of one placeholder token.
+        Args:
+            attention_mask: [B, past + L], 1 for real tokens; columns with 0 are as if they were not there, and their
+                logits are 0.
+            past_key_values: What the pass before returned, which had the columns before these.
+            pixel_values: [P, 3, p, p], with grid_thws [images, 3] the images of all rows in order; each feature takes
+                the place of one placeholder token.
+            labels: [B, L], the tokens themselves or -100; the loss is each real token's prediction of the next real
+                one, over num_items_in_batch if that is given.
+            logits_to_keep: Logits of each row's last tokens only, [B, logits_to_keep, vocab], zeros before where a row
+                has fewer; 0 for all columns.
+            return_dict: False for a tuple of what there is.
+
+        Raises:
+            TypeError: An argument is none of these and not None or False.
+            ValueError: Arguments do not fit each other.
         """
+        check_arguments(unsupported)
         rows = inputs_embeds if input_ids is None else input_ids
-        if rows is None:
-            raise ValueError("forward needs input_ids [B, L] or inputs_embeds [B, L, H]")
+        if rows is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("forward needs one of input_ids [B, L] and inputs_embeds [B, L, H]")
         batch, columns = rows.shape[:2]
-        if attention_mask is None:
-            real = torch.ones(batch, columns, dtype=torch.bool, device=rows.device)
-        else:
-            real = attention_mask[:, -columns:].bool()
-        cache = past_key_values if past_key_values is not None else GenerationCache(self.model, columns)
-        attention = cache.attend(real.sum(dim=1).tolist(), columns)
-        flat = rows[real]  # [T] or [T, H]
-        embeddings = flat if input_ids is None else None
+        _check_outputs(logits_to_keep, labels, (batch, columns))
+        cache = GenerationCache(self.model, columns) if past_key_values is None else past_key_values
+        if not isinstance(cache, GenerationCache):
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__}, expected what a pass of this model returned"
+            )
+        real, lengths = real_tokens(attention_mask, rows, cache.get_seq_length(), cache.lengths(batch))
+        attention = cache.attend(lengths, columns)
+        kept, places = kept_tokens(real, logits_to_keep)
+        logits = self._logits(attention, rows[real], kept[real], pixel_values, grid_thws)
+        cache.commit(attention, columns)
+
+        padded = logits.new_zeros(batch, logits_to_keep or columns, logits.shape[-1])
+        padded[kept.nonzero()[:, 0], places[kept]] = logits
+        output = CausalLMOutputWithPast(
+            loss=None if labels is None else next_token_loss(logits, labels, real, num_items_in_batch),  # type: ignore[arg-type]
+            logits=padded,  # type: ignore[arg-type]
+            past_key_values=cache if use_cache is not False else None,  # type: ignore[arg-type]
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def _logits(
+        self,
+        attention: CachedAttention,
+        flat: Tensor,
+        kept: Tensor,
+        pixel_values: Tensor | None,
+        grid_thws: Tensor | None,
+    ) -> Tensor:
+        """flat token ids [T] or embeddings [T, H], of which bool [T] are kept -> logits fp32 [kept, vocab]."""
+        embeddings = flat if flat.ndim == 2 else None
         if pixel_values is not None:
-            if input_ids is None or grid_thws is None:
+            if embeddings is not None or grid_thws is None:
                 raise ValueError("pixel_values need input_ids with placeholder tokens, and grid_thws")
             embeddings = self._with_images(flat, pixel_values, grid_thws)
         if self._decode_step is not None and embeddings is None and attention.is_decoding_everyone:
-            logits = self._decode_compiled(attention, flat)
-        else:
-            hidden = self.model(flat, attention, embeddings)
-            logits = self.model.logits(hidden[_rows_kept(real, logits_to_keep)])
-        attention.commit()
-
-        kept = real[:, -logits_to_keep:]  # all columns for 0
-        padded = logits.new_zeros(batch, kept.shape[1], logits.shape[-1])
-        padded[kept] = logits
-        return CausalLMOutputWithPast(logits=padded, past_key_values=cache if use_cache is not False else None)  # type: ignore[arg-type]
+            return self._decode_compiled(attention, flat)
+        return self.model.logits(self.model(flat, attention, embeddings)[kept])
 
     def _decode_compiled(self, attention: CachedAttention, tokens: Tensor) -> Tensor:
         """tokens [B], one for each slot of the cache -> logits fp32 [B, vocab]."""
         assert self._decode_step is not None
+        attention.begin()
         cache, longest = attention.cache, max(attention.kv_lens)
         lengths = torch.tensor(attention.kv_lens, device=tokens.device) - 1
         return self._decode_step(self.model, cache, tokens, lengths, reach_of(longest, cache.capacity))
@@ -272,11 +287,29 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
 _IGNORED = {"trust_remote_code", "local_files_only", "attn_implementation", "use_safetensors", "adapter_kwargs"}
 
 
-def _rows_kept(real: Tensor, columns: int) -> Tensor:
-    """Which of the flat tokens lie in the last `columns` columns: bool [T]."""
-    late = torch.zeros_like(real)
-    late[:, -columns:] = True
-    return late[real]
+def _dtype(dtype: Any, torch_dtype: Any) -> torch.dtype | None:
+    """What transformers understands as a dtype, None for the checkpoint's own; `load_model` checks it further."""
+    if torch_dtype is not None:
+        warnings.warn("torch_dtype is the earlier name of dtype; use dtype", FutureWarning, stacklevel=3)
+        if dtype not in (None, torch_dtype):
+            raise KimiK3Error(f"dtype is {dtype!r}, but torch_dtype is {torch_dtype!r}; give one of them")
+        dtype = torch_dtype
+    if dtype is None or dtype == "auto":
+        return None
+    if isinstance(dtype, str):
+        if dtype.removeprefix("torch.") not in DTYPES:
+            raise KimiK3Error(f"dtype is {dtype!r}; supported: auto, {', '.join(DTYPES)}")
+        return DTYPES[dtype.removeprefix("torch.")]
+    return dtype
+
+
+def _check_outputs(logits_to_keep: Any, labels: Tensor | None, shape: tuple[int, int]) -> None:
+    if isinstance(logits_to_keep, bool) or not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+        raise ValueError(f"logits_to_keep is {logits_to_keep!r}, expected how many of the last logits, or 0 for all")
+    if labels is not None and logits_to_keep:
+        raise ValueError(f"labels need the logits of all columns: logits_to_keep is {logits_to_keep}, expected 0")
+    if labels is not None and tuple(labels.shape) != shape:
+        raise ValueError(f"labels are {list(labels.shape)}, expected [B, L] = {list(shape)}")
 
 
 def _config_of(path: Path, config: KimiK3Config) -> KimiK3PreTrainedConfig:

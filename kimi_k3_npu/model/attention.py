@@ -62,7 +62,8 @@ class Attention(Protocol):
 class CachedAttention:
     """The torch implementation over a `ModelCache`, for one forward pass of some of its sequences.
 
-    Call `commit()` after the pass; until then a sequence's length has not grown. `form` picks the MLA form, and
+    Call `commit()` after the pass; until then a sequence's length has not grown, and no other pass may change it, since
+    KDA states are changed in place. `form` picks the MLA form, and
     `kda_form` whether prefill runs token by token or in chunks; "auto" takes the cheaper.
     """
 
@@ -86,6 +87,7 @@ class CachedAttention:
         ends = ((slot * cache.capacity + end, n) for slot, n, end in zip(slots, query_lens, self.kv_lens, strict=True))
         rows = [row for end, n in ends for row in range(end - n, end)]
         self._rows = torch.tensor(rows, dtype=torch.long, device=cache.device)
+        self._layers_run: set[int] = set()
 
     @property
     def wants_expanded(self) -> bool:
@@ -104,6 +106,12 @@ class CachedAttention:
     def last_rows(self) -> list[int]:
         """The batch row of each sequence's last token."""
         return [end - 1 for end in accumulate(self.query_lens)]
+
+    def begin(self) -> None:
+        """Tell the cache that its sequences are about to change. The first layer does it; a pass in another form, over
+        the same cache, calls it itself. Raises ValueError when an earlier pass over one of them was not committed."""
+        changed = [(slot, end - n) for slot, n, end in zip(self.slots, self.query_lens, self.kv_lens, strict=True) if n]
+        self.cache.begin([slot for slot, _ in changed], [length for _, length in changed])
 
     def commit(self) -> None:
         """Let the sequences' lengths count the tokens of this pass."""
@@ -129,16 +137,28 @@ class CachedAttention:
         return causal_attention(q, keys, values, self.query_lens, self.kv_lens, layer.scale)
 
     def kda(self, layer: KimiDeltaAttention, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
+        self._enter(layer.index)
         pools = self.cache.kda_pools(layer.index)
         return kda_over_pools(
             layer, mixed_qkv, forget_gate, beta, pools, self._own, self.query_lens, form=self._kda_form
         )
 
     def _write(self, layer: int, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        self._enter(layer)
         latent, rope = self.cache.mla_pools(layer)
         latent.view(-1, latent.shape[-1]).index_copy_(0, self._rows, kv_latent.to(latent.dtype))
         rope.view(-1, rope.shape[-1]).index_copy_(0, self._rows, k_rope.to(rope.dtype))
         return latent, rope
+
+    def _enter(self, layer: int) -> None:
+        if layer in self._layers_run:
+            raise ValueError(
+                f"layer {layer} has run in this pass already; a CachedAttention serves one pass, so make another for "
+                "the next"
+            )
+        if not self._layers_run:
+            self.begin()
+        self._layers_run.add(layer)
 
 
 def kda_over_pools(

@@ -37,12 +37,11 @@ class ModelCache:
         device: torch.device | str = "cpu",
         attn_tp: Group | None = None,
     ) -> None:
-        self.config, self.num_slots = config, num_slots
-        self.dtype, self.device = dtype, torch.device(device)
-        self._attn_tp = attn_tp
-        self.capacity = max(PAGE, -(-max_tokens // PAGE) * PAGE)
+        self.config, self.num_slots, self.device = config, num_slots, torch.device(device)
+        self.capacity = whole_pages(max_tokens)
         self._lengths = [0] * num_slots
         self._free = list(reversed(range(num_slots)))
+        self._open: set[int] = set()
         heads = config.kda_num_heads // (attn_tp.size if attn_tp else 1)
         d, R, r, W = config.kda_head_dim, config.kv_lora_rank, config.qk_rope_head_dim, config.short_conv_kernel_size
 
@@ -70,6 +69,7 @@ class ModelCache:
         for pool in self.pools():
             pool[slot] = 0
         self._lengths[slot] = 0
+        self._open.discard(slot)
         self._free.append(slot)
 
     def length(self, slot: int) -> int:
@@ -85,7 +85,28 @@ class ModelCache:
                     "make the cache with a larger max_tokens"
                 )
 
+    def begin(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Note that a pass is about to change `slots`, which should hold `lengths` tokens; `advance` ends it.
+
+        Raises ValueError where that would go wrong unseen: a KDA state is changed in place, so what a pass that never
+        ended has done to it cannot be taken back.
+        """
+        for slot, length in zip(slots, lengths, strict=True):
+            if slot in self._open:
+                raise ValueError(
+                    f"cache slot {slot}: an earlier pass began to change its KDA state and was never committed; free "
+                    "the slot with leave() and run its sequence again from the start"
+                )
+            if length != self._lengths[slot]:
+                raise ValueError(
+                    f"cache slot {slot} holds {self._lengths[slot]} tokens, but this pass was made when it held "
+                    f"{length}; make its CachedAttention after the pass before it is committed"
+                )
+        self._open.update(slots)
+
     def advance(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Let the sequences in `slots` have `lengths` tokens; their pass is over."""
+        self._open.difference_update(slots)
         for slot, length in zip(slots, lengths, strict=True):
             self._lengths[slot] = length
 
@@ -108,13 +129,25 @@ class ModelCache:
         for pool in self.pools():
             pool.copy_(pool.index_select(0, index))
         self._lengths = [self._lengths[slot] for slot in order]
+        self._open = {slot for slot, source in enumerate(order) if source in self._open}
 
-    def grown(self, max_tokens: int) -> ModelCache:
-        """A copy with room for `max_tokens` tokens a sequence, for callers that cannot tell the length beforehand."""
-        larger = ModelCache(
-            self.config, self.num_slots, max_tokens, dtype=self.dtype, device=self.device, attn_tp=self._attn_tp
-        )
-        for new, old in zip(larger.pools(), self.pools(), strict=True):
-            new[tuple(map(slice, old.shape))] = old
-        larger._lengths, larger._free = list(self._lengths), list(self._free)
-        return larger
+    def grow(self, max_tokens: int) -> None:
+        """Make room for `max_tokens` tokens a sequence. Attentions made before are not to be used any more."""
+        capacity = whole_pages(max_tokens)
+        # All or nothing: memory that runs out half way leaves the cache as it was.
+        self._mla = {
+            layer: (_longer(latent, capacity), _longer(rope, capacity)) for layer, (latent, rope) in self._mla.items()
+        }
+        self.capacity = capacity
+
+
+def whole_pages(tokens: int) -> int:
+    """Rows of the pages that `tokens` tokens take; a slot has at least one page."""
+    return max(PAGE, -(-tokens // PAGE) * PAGE)
+
+
+def _longer(pool: Tensor, capacity: int) -> Tensor:
+    """pool [slots, rows, width] with zeros after its rows, [slots, capacity, width]."""
+    longer = pool.new_zeros(pool.shape[0], capacity, pool.shape[2])
+    longer[:, : pool.shape[1]] = pool
+    return longer

@@ -21,6 +21,9 @@ from kimi_k3_npu.parallel.shard import Layer, whole
 Grid = tuple[int, int, int]
 
 ROPE_THETA = 10000.0
+#: The tower's published norms give no eps. torch then takes that of the dtype it computes in, fp32 for narrower ones
+#: too.
+TOWER_NORM_EPS = torch.finfo(torch.float32).eps
 
 
 class PatchEmbedding(Layer):
@@ -54,10 +57,9 @@ class PatchEmbedding(Layer):
 class VisionBlock(Layer):
     def __init__(self, config: VisionConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        width, inner, eps = config.vt_hidden_size, config.qkv_hidden_size, torch.finfo(dtype).eps
+        width, inner = config.vt_hidden_size, config.qkv_hidden_size
         self.num_heads = config.vt_num_attention_heads
-        # The published norms give no eps, which in torch means that of the dtype.
-        self.norm0, self.norm1 = RMSNorm(width, eps, dtype), RMSNorm(width, eps, dtype)
+        self.norm0, self.norm1 = (RMSNorm(width, TOWER_NORM_EPS, dtype) for _ in range(2))
         self.wqkv = ReplicatedLinear(width, 3 * inner, dtype)
         self.wo = ReplicatedLinear(inner, width, dtype)
         self.fc0 = ReplicatedLinear(width, config.vt_intermediate_size, dtype)
@@ -85,7 +87,7 @@ class VisionTower(Layer):
         self.config = config
         self.patch_embed = PatchEmbedding(config, dtype)
         self.blocks = nn.ModuleList(VisionBlock(config, dtype) for _ in range(config.vt_num_hidden_layers))
-        self.final_layernorm = RMSNorm(config.vt_hidden_size, torch.finfo(dtype).eps, dtype)
+        self.final_layernorm = RMSNorm(config.vt_hidden_size, TOWER_NORM_EPS, dtype)
 
     def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
         """pixels [P, 3, p, p], one grid (t, rows, columns) an image -> per image [rows * columns / area, area, D]."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,6 +199,32 @@ class TestTokenizer:
         expected = [token for part in case["segments"] for token in tokenizer.segments.encode_segment(*part)]
         assert ids["input_ids"] == expected
         assert ids["attention_mask"] == [1] * len(expected)
+
+    def test_pads_on_the_left(self, tokenizer: KimiK3Tokenizer) -> None:
+        assert tokenizer.padding_side == "left"
+        together = tokenizer(["hello", "hi"], padding=True)
+        assert together["attention_mask"] == [[1] * 5, [0, 0, 0, 1, 1]]
+        assert together["input_ids"][1] == [tokenizer.pad_token_id] * 3 + tokenizer("hi")["input_ids"]
+
+    def test_pickles(self, processor: KimiK3Processor) -> None:
+        """As data loaders and `datasets` do, and with the same bytes whether it was in use or not."""
+        tokenizer = processor.tokenizer
+        before = pickle.dumps(tokenizer)
+        tokenizer.get_vocab()
+        assert pickle.dumps(tokenizer) == before
+        copy = pickle.loads(before)
+        text = "Größe <|open|>think<|sep|> 中文 1234"
+        assert copy(text)["input_ids"] == tokenizer(text)["input_ids"]
+        assert copy.decode(copy(text)["input_ids"]) == text
+        assert copy.get_vocab() == tokenizer.get_vocab()
+        both = pickle.loads(pickle.dumps(processor))
+        told = both.apply_chat_template(asking((30, 40)), **OPTIONS)
+        for name, value in processor.apply_chat_template(asking((30, 40)), **OPTIONS).items():
+            assert torch.equal(told[name], value)
+
+    def test_works_in_a_process_that_was_spawned(self, tokenizer: KimiK3Tokenizer) -> None:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            assert pool.submit(tokenizer.tokenize, "hi").result(timeout=300) == ["h", "i"]
 
     def test_forms(self, tokenizer: KimiK3Tokenizer) -> None:
         text = tokenizer.apply_chat_template(HI, tokenize=False)

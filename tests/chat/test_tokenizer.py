@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -212,3 +213,13 @@ class TestFolders:
         assert "tokenizer.json: not a byte-level tokenizer, and only those are read" in self.message(tmp_path)
         (tmp_path / "tokenizer.json").write_text("{}")
         assert "cannot load its tokenizer" in self.message(tmp_path)
+
+
+def test_pickles(tokenizers: dict[str, Tokenizer]) -> None:
+    text = "Größe <|open|> 中文 1234 'll\n"
+    for tokenizer in tokenizers.values():
+        copy = pickle.loads(pickle.dumps(tokenizer))
+        for special in (False, True):
+            ids = copy.encode_segment(text, special=special)
+            assert ids == tokenizer.encode_segment(text, special=special)
+            assert copy.pieces(ids) == tokenizer.pieces(ids)

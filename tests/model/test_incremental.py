@@ -235,6 +235,62 @@ def test_a_sequence_that_outgrows_its_slot(k3: KimiK3ForCausalLM) -> None:
     assert cache.length(slot) == PAGE
 
 
+def test_an_uncommitted_pass_cannot_be_run_again_unseen(model: KimiK3ForCausalLM) -> None:
+    """A KDA state is changed in place: the second pass would start from what the first left, with other logits."""
+    ids = random_ids(model, 30)
+    whole = model.score([ids])[0]
+    cache = model.new_cache(2, 40)
+    slots = sorted([cache.join(), cache.join()])
+    step(model, cache, slots, [ids[:20], ids[:20]])
+    abandoned = CachedAttention(cache, slots[1:], [10])
+    model(ids[20:], abandoned)
+    again = CachedAttention(cache, slots, [10, 10])
+    with pytest.raises(ValueError, match="cache slot 1: an earlier pass began to change its KDA state and was never"):
+        model(torch.cat([ids[20:], ids[20:]]), again)
+    (logits,) = step(model, cache, slots[:1], [ids[20:]])  # the other sequence is not concerned
+    assert_close(logits, whole[20:])
+    cache.leave(1)
+    (logits,) = step(model, cache, [cache.join()], [ids])
+    assert_close(logits, whole)
+
+
+def test_an_attention_serves_one_pass(model: KimiK3ForCausalLM) -> None:
+    ids = random_ids(model, 8)
+    cache = model.new_cache(1, 40)
+    slot = cache.join()
+    attention, late = CachedAttention(cache, [slot], [4]), CachedAttention(cache, [slot], [4])
+    model(ids[:4], attention)
+    with pytest.raises(ValueError, match="layer 0 has run in this pass already; a CachedAttention serves one pass"):
+        model(ids[:4], attention)
+    attention.commit()
+    with pytest.raises(ValueError, match="cache slot 0 holds 4 tokens, but this pass was made when it held 0"):
+        model(ids[4:], late)
+
+
+def test_an_open_pass_goes_with_a_reordered_sequence(k3: KimiK3ForCausalLM) -> None:
+    cache = k3.new_cache(2, 40)
+    slots = sorted([cache.join(), cache.join()])
+    k3(random_ids(k3, 4), CachedAttention(cache, slots[:1], [4]))
+    cache.reorder([1, 0])
+    step(k3, cache, slots[:1], [random_ids(k3, 4)])
+    with pytest.raises(ValueError, match="cache slot 1: an earlier pass"):
+        step(k3, cache, slots[1:], [random_ids(k3, 4)])
+
+
+def test_growing_keeps_what_is_there(k3: KimiK3ForCausalLM) -> None:
+    ids = random_ids(k3, PAGE + 20)
+    cache = k3.new_cache(2, PAGE)
+    cache.join()
+    slot = cache.join()
+    step(k3, cache, [slot], [ids[:PAGE]])
+    states = [cache.kda_pools(layer)[1] for layer in k3.config.text.kda_layers]
+    cache.grow(PAGE + 20)
+    assert cache.capacity == 2 * PAGE
+    assert all(now is cache.kda_pools(layer)[1] for layer, now in zip(k3.config.text.kda_layers, states, strict=True))
+    (logits,) = step(k3, cache, [slot], [ids[PAGE:]])
+    assert_close(logits, k3.score([ids])[0][PAGE:])
+
+
 def test_reorder_lets_sequences_continue_as_copies(model: KimiK3ForCausalLM) -> None:
     """As in beam search: both go on from the one prefix that was kept."""
     first, second, end = random_ids(model, 20, seed=1), random_ids(model, 50, seed=2), random_ids(model, 6, seed=3)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kimi_k3_npu.model.attention import CachedAttention
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
-from kimi_k3_npu.model.vision import Grid, image_features, splice
+from kimi_k3_npu.model.vision import Grid, VisionTower, image_features, splice
 from kimi_k3_npu.parallel.groups import Group
 
 if TYPE_CHECKING:
@@ -68,6 +68,24 @@ def test_frames_of_a_clip_get_a_wave_each_and_a_still_image_none(vision: Oracle)
         angles = [frame / 10000 ** (i / half) for i in range(half)]
         wave = torch.tensor([*map(math.sin, angles), *map(math.cos, angles)])
         torch.testing.assert_close(embedded - still, wave.expand_as(still), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["blocks.0.norm0", "blocks.0.norm1", "final_layernorm"])
+def test_norms_are_torch_s_without_an_eps(vision: Oracle, name: str, dtype: torch.dtype) -> None:
+    """Small rows tell: their mean square is 1e-6, near fp32's eps and far below bf16's, which would all but erase
+    them."""
+    config = vision.model.config.vision
+    assert config is not None
+    with torch.device("cpu"):
+        norm = VisionTower(config, dtype).get_submodule(name)
+    torch.nn.init.normal_(norm.weight)
+    published = nn.RMSNorm(config.vt_hidden_size, dtype=dtype)
+    published.weight.data.copy_(norm.weight)
+    x = (torch.randn(5, config.vt_hidden_size) * 1e-3).to(dtype)
+    want = published(x)
+    torch.testing.assert_close(norm(x), want)
+    assert want.float().std() > 0.5
 
 
 def test_frames_are_averaged_and_2x2_neighbours_merged(vision: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
