@@ -8,8 +8,6 @@ features, so there the keys of those features may be absent and mean "off".
 
 from __future__ import annotations
 
-import json
-import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -17,6 +15,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from kimi_k3_npu.config_values import (
+    CONFIG_FILE,
+    check_switch,
+    check_token_ids,
+    check_value,
+    read_json_object,
+    shown,
+    wrong,
+)
 from kimi_k3_npu.errors import ConfigError
 
 LayerKind = Literal["kda", "mla"]
@@ -187,26 +194,28 @@ class KimiK3Config:
         model_type = raw.get("model_type")
         if model_type not in MODEL_TYPES:
             raise ConfigError(
-                f"config.json: model_type is {model_type!r}; this package serves {' and '.join(MODEL_TYPES)}"
+                f"config.json: model_type is {shown(model_type)}; this package serves {' and '.join(MODEL_TYPES)}"
             )
         nested = raw.get("text_config")
         if model_type == "kimi_k3" and not isinstance(nested, Mapping):
             raise ConfigError("config.json: a kimi_k3 config needs the text model's settings under text_config")
         text = dict(nested or {}) if model_type == "kimi_k3" else raw
         vision = raw.get("vision_config")
+        if vision is not None and not isinstance(vision, Mapping):
+            raise wrong("vision_config", vision, "expected an object or null")
         config = cls(
             model_type=model_type,
             text=_read_text(text, lenient=model_type == "kimi_linear"),
             vision=_read_vision(vision) if vision else None,
-            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or "bfloat16").removeprefix(
-                "torch."
-            ),
+            dtype=_read_dtype(raw, text),
             quantization=_read_quantization(raw.get("quantization_config"), text.get("quantization_config")),
             bos_token_id=raw.get("bos_token_id", text.get("bos_token_id")),
             eos_token_id=_frozen(raw.get("eos_token_id", text.get("eos_token_id"))),
             pad_token_id=raw.get("pad_token_id", text.get("pad_token_id")),
             media_placeholder_token_id=raw.get("media_placeholder_token_id"),
         )
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id"):
+            check_token_ids(name, getattr(config, name), config.text.vocab_size, several=name == "eos_token_id")
         if config.quantization:
             _check_groups(config.text, config.quantization)
         if config.vision:
@@ -223,23 +232,18 @@ def read_config_file(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give the folder that holds config.json and the safetensors files")
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{path}: missing; a checkpoint folder needs its config.json")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: holds a JSON {type(raw).__name__}, expected an object")
-    return raw
+    return read_json_object(folder / CONFIG_FILE)
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON keeps the last of two values in silence."""
-    if twice := sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1):
-        raise ConfigError(f"config.json: given twice: {', '.join(twice)}; keep one of each")
-    return dict(pairs)
+def _read_dtype(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """The dtype by either of its names, which the text model's settings may have instead of the file."""
+    names = (source.get(name) for source in (raw, text) for name in ("dtype", "torch_dtype"))
+    name = next((name for name in names if name is not None), "bfloat16")
+    if type(name).__module__ == "torch":  # a torch.dtype, in the config objects of some engines
+        name = str(name)
+    if not isinstance(name, str):
+        raise wrong("dtype", name, "expected the name of a torch dtype, such as bfloat16")
+    return name.removeprefix("torch.")
 
 
 def _read_text(raw: dict[str, Any], *, lenient: bool) -> TextConfig:
@@ -265,6 +269,8 @@ def _read_text(raw: dict[str, Any], *, lenient: bool) -> TextConfig:
             f"config.json: missing {', '.join(missing)}; each changes what the model computes, so none has a default "
             "(null is a value where a feature is off)"
         )
+    for name in ("mla_use_nope", "use_grouped_topk"):
+        check_switch(name, raw.get(name, True))
     if not raw.get("mla_use_nope", True):
         raise ConfigError("config.json: mla_use_nope is false; this model has no rotary embedding in its text layers")
     if not raw.get("use_grouped_topk", True):
@@ -276,7 +282,7 @@ def _read_text(raw: dict[str, Any], *, lenient: bool) -> TextConfig:
     heads, kv_heads = values["num_attention_heads"], raw.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise ConfigError(
-            f"config.json: num_key_value_heads is {kv_heads}, but MLA needs num_attention_heads = {heads}"
+            f"config.json: num_key_value_heads is {shown(kv_heads)}, but MLA needs num_attention_heads = {shown(heads)}"
         )
     _warn_unknown(raw)
     if "mla_latent_norm_eps" in raw:
@@ -308,7 +314,14 @@ def _from_transformers_names(raw: dict[str, Any]) -> dict[str, Any]:
     raw = {_TRANSFORMERS_NAMES.get(name, name): value for name, value in raw.items()}
     if "linear_attn_config" in raw or "layer_types" not in raw:
         return raw
-    kinds = raw["layer_types"]
+    if missing := [
+        name for name in ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim") if name not in raw
+    ]:
+        raise ConfigError(f"config.json: missing {', '.join(missing)}, which go with layer_types")
+    kinds, mlp_kinds = raw["layer_types"], raw.get("mlp_layer_types") or []
+    for name, given in (("layer_types", kinds), ("mlp_layer_types", mlp_kinds)):
+        if not isinstance(given, list | tuple):
+            raise wrong(name, given, "expected a list with the kind of each layer")
     raw["linear_attn_config"] = {
         "num_heads": raw["linear_num_heads"],
         "head_dim": raw["linear_head_dim"],
@@ -316,7 +329,6 @@ def _from_transformers_names(raw: dict[str, Any]) -> dict[str, Any]:
         "kda_layers": [i + 1 for i, kind in enumerate(kinds) if kind == "linear_attention"],
         "full_attn_layers": [i + 1 for i, kind in enumerate(kinds) if kind == "full_attention"],
     }
-    mlp_kinds = raw.get("mlp_layer_types") or []
     raw.setdefault("first_k_dense_replace", mlp_kinds.index("sparse") if "sparse" in mlp_kinds else len(mlp_kinds))
     raw.setdefault("moe_layer_freq", 1)
     raw.setdefault("moe_router_activation_func", "sigmoid")
@@ -325,31 +337,36 @@ def _from_transformers_names(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _layer_kinds(kda: Any, full: Any, num_layers: int) -> tuple[LayerKind, ...]:
     """Turn the two published 1-based layer lists into one kind per layer."""
-    _check_value("num_hidden_layers", "int", num_layers)
+    check_value("num_hidden_layers", "int", num_layers)
     for name, layers in (("kda_layers", kda), ("full_attn_layers", full)):
-        if not isinstance(layers, list | tuple) or not all(isinstance(layer, int) for layer in layers):
-            raise ConfigError(f"config.json: linear_attn_config.{name} is {layers!r}, expected a list of integers")
+        if not isinstance(layers, list | tuple) or not all(type(layer) is int for layer in layers):
+            raise ConfigError(f"config.json: linear_attn_config.{name} is {shown(layers)}, expected a list of integers")
     rule = f"kda_layers and full_attn_layers are 1-based and must hold each of 1..{num_layers} exactly once"
     listed = [*kda, *full]
     problems = []
     if outside := sorted({layer for layer in listed if not 1 <= layer <= num_layers}):
-        problems.append(f"outside the model: {outside}")
-    if twice := sorted({layer for layer in listed if listed.count(layer) > 1}):
-        problems.append(f"listed twice: {twice}")
+        problems.append(f"outside the model: {_some(outside)}")
+    if twice := sorted(layer for layer, count in Counter(listed).items() if count > 1):
+        problems.append(f"listed twice: {_some(twice)}")
     if absent := sorted(set(range(1, num_layers + 1)) - set(listed)):
-        problems.append(f"in neither list: {absent}")
+        problems.append(f"in neither list: {_some(absent)}")
     if problems:
         raise ConfigError(f"config.json: linear_attn_config: {'; '.join(problems)}. {rule}")
     mla = set(full)
     return tuple("mla" if layer in mla else "kda" for layer in range(1, num_layers + 1))
 
 
+def _some(layers: list[int]) -> str:
+    more = f" and {len(layers) - 100} more" if len(layers) > 100 else ""
+    return f"[{', '.join(map(shown, layers[:100]))}]{more}"
+
+
 def _check_text(config: TextConfig) -> None:
     for field in fields(config):
-        _check_value(field.name, str(field.type), getattr(config, field.name))
+        check_value(field.name, str(field.type), getattr(config, field.name))
     if config.hidden_act not in ACTIVATIONS:
         raise ConfigError(
-            f"config.json: hidden_act is {config.hidden_act!r}; known activations: {', '.join(ACTIVATIONS)}"
+            f"config.json: hidden_act is {shown(config.hidden_act)}; known activations: {', '.join(ACTIVATIONS)}"
         )
     if config.hidden_act == "situ" and not config.activation_situ_beta:
         raise ConfigError(
@@ -363,32 +380,6 @@ def _check_text(config: TextConfig) -> None:
         _check_moe(config)
 
 
-_MAY_BE_ZERO = {"num_experts", "num_shared_experts", "first_k_dense_replace"}
-_KINDS: dict[str, tuple[Any, str]] = {
-    "int": ((int,), "an integer"),
-    "float": ((int, float), "a number"),
-    "bool": ((bool,), "true or false"),
-}
-
-
-def _check_value(name: str, annotation: str, value: Any) -> None:
-    """Hold a value from JSON against the annotation of its field; numbers are positive unless said otherwise."""
-    kind = annotation.removesuffix(" | None")
-    if value is None:
-        if kind == annotation:
-            raise ConfigError(f"config.json: {name} is null, a value is needed")
-        return
-    if kind not in _KINDS:  # a name or the layer kinds
-        return
-    types, words = _KINDS[kind]
-    if not isinstance(value, types) or isinstance(value, bool) != (kind == "bool"):
-        raise ConfigError(f"config.json: {name} is {value!r}, expected {words}")
-    if not math.isfinite(value):
-        raise ConfigError(f"config.json: {name} is {value}, must be finite")
-    if kind != "bool" and name != "gate_lower_bound" and value <= 0 and not (value == 0 and name in _MAY_BE_ZERO):
-        raise ConfigError(f"config.json: {name} is {value}, must be positive")
-
-
 def _check_moe(config: TextConfig) -> None:
     experts, top_k, groups, kept = (
         config.num_experts,
@@ -398,7 +389,7 @@ def _check_moe(config: TextConfig) -> None:
     )
     if config.moe_router_activation_func not in ROUTER_ACTIVATIONS:
         raise ConfigError(
-            f"config.json: moe_router_activation_func is {config.moe_router_activation_func!r}; "
+            f"config.json: moe_router_activation_func is {shown(config.moe_router_activation_func)}; "
             f"known: {', '.join(ROUTER_ACTIVATIONS)}"
         )
     if top_k > experts:
@@ -454,26 +445,26 @@ def _read_quantization(*sources: Mapping[str, Any] | None) -> Quantization | Non
         if not source:
             continue
         if not isinstance(source, Mapping):
-            raise ConfigError(f"config.json: quantization_config is {source!r:.80}, expected an object")
+            raise ConfigError(f"config.json: quantization_config is {shown(source)}, expected an object")
         method, layout = source.get("quant_method"), source.get("format")
         if (method, layout) == (OWN_QUANT_METHOD, "int4x2"):
             return "int4x2"
         if method != "compressed-tensors" or layout != "mxfp4-pack-quantized":
             raise ConfigError(
-                f"config.json: quantization_config has quant_method {method!r}, format {layout!r}; supported: "
-                f"compressed-tensors, mxfp4-pack-quantized; {OWN_QUANT_METHOD}, int4x2 (ModelSlim W4A8 folders have "
-                "none, but a quant_model_description.json)"
+                f"config.json: quantization_config has quant_method {shown(method)}, format {shown(layout)}; "
+                f"supported: compressed-tensors, mxfp4-pack-quantized; {OWN_QUANT_METHOD}, int4x2 (ModelSlim W4A8 "
+                "folders have none, but a quant_model_description.json)"
             )
         groups = source.get("config_groups") or {}
         if not isinstance(groups, Mapping):
-            raise ConfigError(f"config.json: quantization_config.config_groups is {groups!r:.80}, expected an object")
+            raise ConfigError(f"config.json: quantization_config.config_groups is {shown(groups)}, expected an object")
         for name, group in groups.items():
             weights = group.get("weights") if isinstance(group, Mapping) else None
             weights = weights if isinstance(weights, Mapping) else {}
             if (weights.get("num_bits"), weights.get("type"), weights.get("group_size")) != (4, "float", MXFP4_GROUP):
-                found = {key: weights.get(key) for key in ("num_bits", "type", "group_size")}
+                found = ", ".join(f"{key!r}: {shown(weights.get(key))}" for key in ("num_bits", "type", "group_size"))
                 raise ConfigError(
-                    f"config.json: quantization_config {name} has {found}; MXFP4 is 4 bits, 'float', {MXFP4_GROUP}"
+                    f"config.json: quantization_config {name} has {{{found}}}; MXFP4 is 4 bits, 'float', {MXFP4_GROUP}"
                 )
         return "mxfp4"
     return None
@@ -498,15 +489,13 @@ def _read_vision(raw: Mapping[str, Any]) -> VisionConfig:
     }
     for name, value in expected.items():
         if raw.get(name, value) != value:
-            raise ConfigError(f"config.json: vision_config.{name} is {raw[name]!r}; this package knows {value!r}")
+            raise ConfigError(f"config.json: vision_config.{name} is {shown(raw[name])}; this package knows {value!r}")
     config = VisionConfig(**{name: _frozen(raw[name]) for name in names})
     for field in fields(config):
-        _check_value(f"vision_config.{field.name}", str(field.type), getattr(config, field.name))
+        check_value(f"vision_config.{field.name}", str(field.type), getattr(config, field.name))
     merge = config.merge_kernel_size
-    if not isinstance(merge, tuple) or len(merge) != 2 or not all(type(size) is int and size > 0 for size in merge):
-        raise ConfigError(
-            f"config.json: vision_config.merge_kernel_size is {raw['merge_kernel_size']!r}, expected two sizes"
-        )
+    if not isinstance(merge, tuple) or len(merge) != 2 or not all(type(n) is int and 0 < n <= 64 for n in merge):
+        raise wrong("vision_config.merge_kernel_size", raw["merge_kernel_size"], "expected two sizes in 1..64")
     return config
 
 
@@ -516,7 +505,7 @@ def _frozen(value: Any) -> Any:
 
 def _warn_unknown(raw: Mapping[str, Any]) -> None:
     known = {*_PLAIN_FIELDS, *_READ_ELSEWHERE, *_INERT}
-    if unknown := sorted(name for name, value in raw.items() if name not in known and value is not None):
+    if unknown := sorted(name for name, value in raw.items() if name not in known and value is not None)[:100]:
         warnings.warn(
             f"config.json: keys this version does not know: {', '.join(unknown)}; "
             "if one changes the maths, results will differ",

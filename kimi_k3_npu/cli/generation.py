@@ -92,8 +92,10 @@ def load_network(
     compiled: bool = False,
 ) -> KimiK3ForGeneration:
     """The model behind transformers, with a progress bar while it is read."""
+    from kimi_k3_npu.engines.generation import check_folder
     from kimi_k3_npu.engines.transformers import KimiK3ForGeneration
 
+    check_folder(folder)
     with bytes_bar("loading") as progress:
         network = KimiK3ForGeneration.from_pretrained(
             folder, dtype=dtype, expert_weights=expert_weights, vision=vision, scan=scan, progress=progress

@@ -39,8 +39,10 @@ class Transformers:
     since transformers samples a batch from one stream of random numbers."""
 
     def __init__(self, model: Path, options: Mapping[str, Any]) -> None:
+        from kimi_k3_npu.engines.generation import check_folder
         from kimi_k3_npu.engines.transformers import KimiK3ForGeneration
 
+        check_folder(model)
         self._network: Any = KimiK3ForGeneration.from_pretrained(model, **options)
 
     def generate(self, requests: Sequence[Request], settings: BatchSettings) -> Iterator[tuple[Request, Generated]]:

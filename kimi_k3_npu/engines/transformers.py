@@ -31,7 +31,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kimi_k3_npu import envs
 from kimi_k3_npu.checkpoint.load import DTYPES, ExpertWeights, Progress, load_model
 from kimi_k3_npu.config import KimiK3Config, read_config_file
-from kimi_k3_npu.engines.generation import GenerationCache, check_arguments, check_options
+from kimi_k3_npu.engines.generation import GenerationCache, check_arguments, check_options, read_generation_config
 from kimi_k3_npu.engines.padding import check_prompts, kept_tokens, next_token_loss, real_tokens
 from kimi_k3_npu.engines.processing import register_auto_classes
 from kimi_k3_npu.errors import KimiK3Error
@@ -109,6 +109,7 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
             raise TypeError(f"KimiK3ForGeneration.from_pretrained does not take {', '.join(sorted(passed))}")
         wanted = _dtype(dtype, torch_dtype)
         path = Path(pretrained_model_name_or_path)
+        settings = read_generation_config(path, KimiK3Config.from_pretrained(path).text.vocab_size)
         model = load_model(
             path,
             device=device,
@@ -119,8 +120,8 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
             progress=progress,
         )
         wrapper = cls(config or _config_of(path, model.config), model)
-        if (path / "generation_config.json").is_file():
-            wrapper.generation_config = GenerationConfig.from_pretrained(path)
+        if settings is not None:
+            wrapper.generation_config = settings
         return wrapper.eval()
 
     def compile_decoding(self, **options: Any) -> None:
