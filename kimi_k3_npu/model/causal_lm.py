@@ -25,8 +25,9 @@ class KimiK3ForCausalLM(nn.Module):
     """Kimi-K3 (or Kimi-Linear) on one rank of `mesh`, weights uninitialised; `load_model` makes a filled one.
 
     Of a pipeline, it holds the layers of the mesh's stage; the embedding (and vision) are with the first stage, the
-    final norm and the head with the last; where embedding and head are one table, both have it. `experts` is the form in which routed experts are kept. With a
-    vision config and `vision=True` the tower and projector are built, with `rotated_vision` for a rotated text model.
+    final norm and the head with the last; where embedding and head are one table, both have it. `experts` is the form
+    in which routed experts are kept. With a vision config and `vision=True` the tower and projector are built, with
+    `rotated_vision` for a rotated text model.
     """
 
     def __init__(
