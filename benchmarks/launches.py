@@ -158,11 +158,11 @@ def package_counted(counting: Counting) -> Iterator[None]:
     from tests.npu.emulation import with_sgl_kernel_npu
 
     def counted(find: Callable) -> Callable:
-        def found(*name: str) -> Callable:
-            kernel = find(*name)
+        def found(symbol: str) -> Callable:
+            kernel = find(symbol)
 
             def launch(*arguments: Any, **options: Any) -> Any:
-                counting.add(name[-1])
+                counting.add(symbol.rpartition(".")[2])
                 outside, counting.count = counting.count, Count()
                 try:
                     return kernel(*arguments, **options)
@@ -175,8 +175,7 @@ def package_counted(counting: Counting) -> Iterator[None]:
 
     with (
         with_sgl_kernel_npu(),
-        patch.object(sgl, "function", counted(sgl.function)),
-        patch.object(sgl, "operator", counted(sgl.operator)),
+        patch.object(sgl, "kernel", counted(sgl.kernel)),
     ):
         yield
 

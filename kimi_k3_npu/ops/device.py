@@ -55,11 +55,15 @@ class Cann(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """What the kernels of a process run on. `cann` is None exactly when there is no NPU."""
+    """What the kernels of a process run on. `cann` is None exactly when there is no NPU.
+
+    `missing` are the kernels that the packages have in other versions and not in the installed one.
+    """
 
     soc: Soc
     cann: Cann | None = None
     packages: frozenset[str] = frozenset()
+    missing: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if (self.soc == "cpu") != (self.cann is None):
@@ -114,7 +118,8 @@ def detect(
     Args:
         soc: As for `parse_soc`.
         cann: As for `parse_cann`.
-        packages: The optional kernel packages to assume, instead of those that can be imported.
+        packages: The optional kernel packages to assume, with all of their kernels, instead of those that can be
+            imported, which are asked for each.
 
     Raises:
         LaunchError: torch_npu cannot be imported or reports something unknown, or an NPU's CANN version is not known.
@@ -123,9 +128,10 @@ def detect(
     soc, cann = soc or envs.text(envs.SOC), cann or envs.text(envs.CANN)
     found = parse_soc(soc) if soc else _ask_soc()
     version = parse_cann(cann) if cann else _ask_cann(found)
-    if packages is None:
-        packages = [name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name)]
-    return Device(found, version, frozenset(packages))
+    if packages is not None:
+        return Device(found, version, frozenset(packages))
+    installed = frozenset(name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name))
+    return Device(found, version, installed, _missing() if installed and found != "cpu" else frozenset())
 
 
 def current() -> Device:
@@ -145,6 +151,12 @@ def assume(device: Device) -> Iterator[None]:
 
 _ASSUMED: ContextVar[Device | None] = ContextVar("assumed_device", default=None)
 _detected = functools.cache(detect)
+
+
+def _missing() -> frozenset[str]:
+    from kimi_k3_npu.ops import sgl  # which imports torch
+
+    return frozenset(sgl.missing())
 
 
 def _ask_soc() -> Soc:

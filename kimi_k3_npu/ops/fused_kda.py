@@ -22,7 +22,7 @@ from torch import Tensor
 from kimi_k3_npu.ops import sgl
 from kimi_k3_npu.ops.constants import constant
 from kimi_k3_npu.ops.device import Device
-from kimi_k3_npu.ops.limits import FLOATS, OFFSET_LIMIT, no_package, nothing_to_run, wrong_dtype
+from kimi_k3_npu.ops.limits import FLOATS, OFFSET_LIMIT, no_kernel, nothing_to_run, wrong_dtype
 
 CHUNK = 64
 
@@ -57,7 +57,7 @@ class Chunked:
 
 def refuse_gate(case: Gate) -> str | None:
     """The limits of fused_kda_gate_npu."""
-    if reason := nothing_to_run(case.device, case.tokens) or no_package(case.device):
+    if reason := nothing_to_run(case.device, case.tokens) or no_kernel(case.device, sgl.KDA_GATE):
         return reason
     elements = case.tokens * case.heads * case.width
     if elements >= OFFSET_LIMIT:
@@ -66,7 +66,7 @@ def refuse_gate(case: Gate) -> str | None:
 
 
 def gate(f: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
-    kernel = sgl.function("fla.kda_gate", "fused_kda_gate_npu")
+    kernel = sgl.kernel(sgl.KDA_GATE)
     return kernel(
         f.contiguous().flatten(1), A_log, f.shape[2], gate_bias=dt_bias.contiguous().flatten(), lower_bound=lower_bound
     )
@@ -74,7 +74,7 @@ def gate(f: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -
 
 def refuse_chunk(case: Chunked) -> str | None:
     """The limits of chunk_kda_fwd: its host code's checks, and that it rounds q, k and v to bfloat16."""
-    if reason := nothing_to_run(case.device, sum(case.seq_lens)) or no_package(case.device):
+    if reason := nothing_to_run(case.device, sum(case.seq_lens)) or no_kernel(case.device, sgl.KDA_CHUNK):
         return reason
     if case.dtype != torch.bfloat16:
         return f"v is {case.dtype}, which would be rounded to bfloat16"
@@ -92,7 +92,7 @@ def chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, seq_lens: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """q is scaled already. States stay fp32 [S, h, K, V]; o is bfloat16 on the way out."""
-    kernel = sgl.operator("chunk_kda_fwd")
+    kernel = sgl.kernel(sgl.KDA_CHUNK)
     o, states, *_ = kernel(
         *(x.to(torch.bfloat16).contiguous().unsqueeze(0) for x in (q, k, v)),
         *(x.float().contiguous().unsqueeze(0) for x in (g, beta)),

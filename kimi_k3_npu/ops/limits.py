@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kimi_k3_npu.ops import sgl
 from kimi_k3_npu.ops.device import Device
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -12,7 +13,7 @@ HALVES = (torch.float16, torch.bfloat16)
 INNER_LIMIT = 1 << 16
 OFFSET_LIMIT = 1 << 31
 
-SGL_KERNEL_NPU = "sgl_kernel_npu"
+SGL_KERNEL_NPU = sgl.PACKAGE
 
 
 def nothing_to_run(device: Device, rows: int) -> str | None:
@@ -22,9 +23,11 @@ def nothing_to_run(device: Device, rows: int) -> str | None:
     return None if rows else "there are no rows"
 
 
-def no_package(device: Device) -> str | None:
-    """Kernels of sgl_kernel_npu are used where it can be imported and are never required."""
-    return None if SGL_KERNEL_NPU in device.packages else f"the package {SGL_KERNEL_NPU} cannot be imported"
+def no_kernel(device: Device, symbol: str) -> str | None:
+    """Kernels of sgl_kernel_npu are used where it can be imported and has them, and are never required."""
+    if SGL_KERNEL_NPU not in device.packages:
+        return f"the package {SGL_KERNEL_NPU} cannot be imported"
+    return f"the installed {SGL_KERNEL_NPU} has no usable {symbol}" if symbol in device.missing else None
 
 
 def wrong_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> str | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kimi_k3_npu.ops import sgl
 from kimi_k3_npu.ops.device import Device, current
-from kimi_k3_npu.ops.limits import FLOATS, OFFSET_LIMIT, no_package, nothing_to_run, takes_anything, wrong_dtype
+from kimi_k3_npu.ops.limits import FLOATS, OFFSET_LIMIT, no_kernel, nothing_to_run, takes_anything, wrong_dtype
 from kimi_k3_npu.ops.registry import define, npu_kernel, reference
 from kimi_k3_npu.ops.select import Candidate, Choice, choose
 
@@ -62,7 +62,7 @@ def choose_mix(case: Mix) -> Choice:
 
 def refuse_fused(case: Mix) -> str | None:
     """The limits of sgl_kernel_npu's mix_fused. Any number of tokens will do: `fused` takes them in parts."""
-    if reason := nothing_to_run(case.device, case.tokens) or no_package(case.device):
+    if reason := nothing_to_run(case.device, case.tokens) or no_kernel(case.device, sgl.MIX_FUSED):
         return reason
     if not case.rows:
         return "the bank has no rows"
@@ -79,7 +79,7 @@ def tokens_per_launch(rows: int, width: int) -> int:
 
 
 def fused(prefix: Tensor, bank: Tensor, weight: Tensor, eps: float) -> Tensor:
-    kernel = sgl.function("kimi_k3.attn_residual", "mix_fused")
+    kernel = sgl.kernel(sgl.MIX_FUSED)
     tokens, rows, width = bank.shape
     most = tokens_per_launch(rows, width)
     if tokens <= most:

@@ -1,4 +1,7 @@
-"""Finding the kernels of sgl_kernel_npu at the moment they are launched."""
+"""The kernels of sgl_kernel_npu that are used: which the installed version has, and finding one to launch it.
+
+Their names differ from version to version, so a kernel is a candidate only where its name is there.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,42 @@ from typing import Any
 import torch
 
 from kimi_k3_npu.errors import LaunchError
-from kimi_k3_npu.ops.limits import SGL_KERNEL_NPU
+
+PACKAGE = "sgl_kernel_npu"
+_OPERATORS = "torch.ops.npu"
+
+# Functions by their path in the package, and operators that importing it registers.
+SITU_AND_MUL = "activation.situ.situ_and_mul"
+MIX_FUSED = "kimi_k3.attn_residual.mix_fused"
+KDA_GATE = "fla.kda_gate.fused_kda_gate_npu"
+KDA_CHUNK = f"{_OPERATORS}.chunk_kda_fwd"
+BATCH_MATMUL_TRANSPOSE = f"{_OPERATORS}.batch_matmul_transpose"
+USED = (SITU_AND_MUL, MIX_FUSED, KDA_GATE, KDA_CHUNK, BATCH_MATMUL_TRANSPOSE)
 
 
-def function(module: str, name: str) -> Callable[..., Any]:
-    """sgl_kernel_npu.`module`.`name`. Raises LaunchError if the installed version has none."""
+def kernel(symbol: str) -> Callable[..., Any]:
+    """The kernel of that name. Raises LaunchError if the installed version has none."""
     try:
-        return getattr(importlib.import_module(f"{SGL_KERNEL_NPU}.{module}"), name)
+        return _find(symbol)
     except (ImportError, AttributeError) as error:
-        raise _too_old(f"{module}.{name}", error) from error
+        raise LaunchError(
+            f"the installed {PACKAGE} has no usable {symbol} ({error}); install a version made for Kimi-K3, or remove "
+            "it: without it, basic operators do the same"
+        ) from error
 
 
-def operator(name: str) -> Callable[..., Any]:
-    """torch.ops.npu.`name`, which importing the package registers. Raises LaunchError if the version has none."""
-    try:
-        importlib.import_module(SGL_KERNEL_NPU)
-        return getattr(torch.ops.npu, name)
-    except (ImportError, AttributeError) as error:
-        raise _too_old(f"operator {name}", error) from error
+def missing() -> dict[str, str]:
+    """The kernels that the installed version lacks, each with why it cannot be had. Imports the package."""
+    reasons: dict[str, str] = {}
+    for symbol in USED:
+        try:
+            _find(symbol)
+        except Exception as error:  # whatever an import of somebody else's code may raise
+            reasons[symbol] = f"{type(error).__name__}: {error}"
+    return reasons
 
 
-def _too_old(what: str, error: Exception) -> LaunchError:
-    return LaunchError(
-        f"the installed {SGL_KERNEL_NPU} has no usable {what} ({error}); install a version made for Kimi-K3, or remove "
-        "it: without it, basic operators do the same"
-    )
+def _find(symbol: str) -> Callable[..., Any]:
+    module, _, name = symbol.rpartition(".")
+    importlib.import_module(PACKAGE)
+    return getattr(torch.ops.npu if module == _OPERATORS else importlib.import_module(f"{PACKAGE}.{module}"), name)

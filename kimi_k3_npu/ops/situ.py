@@ -14,7 +14,7 @@ from torch import Tensor
 from kimi_k3_npu.ops import sgl
 from kimi_k3_npu.ops.constants import constant
 from kimi_k3_npu.ops.device import Device, current
-from kimi_k3_npu.ops.limits import FLOATS, no_package, nothing_to_run, takes_anything, wrong_dtype
+from kimi_k3_npu.ops.limits import FLOATS, no_kernel, nothing_to_run, takes_anything, wrong_dtype
 from kimi_k3_npu.ops.registry import define, npu_kernel, reference
 from kimi_k3_npu.ops.select import Candidate, Choice, choose
 
@@ -88,14 +88,14 @@ def _case(gate_up: Tensor) -> Situ:
 
 def refuse_fused(case: Situ) -> str | None:
     """The limits of sgl_kernel_npu's situ_and_mul, which takes rows of any width in tiles, with 64-bit offsets."""
-    return (
-        nothing_to_run(case.device, case.rows) or no_package(case.device) or wrong_dtype("gate_up", case.dtype, FLOATS)
-    )
+    if reason := nothing_to_run(case.device, case.rows) or no_kernel(case.device, sgl.SITU_AND_MUL):
+        return reason
+    return wrong_dtype("gate_up", case.dtype, FLOATS)
 
 
 def fused(gate_up: Tensor, beta: float, linear_beta: float | None, counts: Tensor | None) -> Tensor:
     """Both betas are always passed: the kernel's defaults are those of one model."""
-    kernel = sgl.function("activation.situ", "situ_and_mul")
+    kernel = sgl.kernel(sgl.SITU_AND_MUL)
     groups = {} if counts is None else {"group_list": counts, "group_list_type": COUNTS}
     return kernel(gate_up.contiguous(), beta=beta, linear_beta=linear_beta, **groups)
 

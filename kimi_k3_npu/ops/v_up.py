@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu import envs
+from kimi_k3_npu.ops import sgl
 from kimi_k3_npu.ops.device import Cann, Device, current, parse_cann, parse_soc
+from kimi_k3_npu.ops.limits import no_kernel
 from kimi_k3_npu.ops.registry import define, npu_kernel
 from kimi_k3_npu.ops.select import Candidate, Choice, choose
 
@@ -156,8 +158,8 @@ def refuse_batch_matmul_transpose(case: Bmm) -> str | None:
     """The limits of sgl_kernel_npu's batch_matmul_transpose."""
     if case.device.soc not in ("a2", "a3"):
         return f"does not exist on {case.device.soc}, only on a2 and a3"
-    if "sgl_kernel_npu" not in case.device.packages:
-        return "the package sgl_kernel_npu cannot be imported"
+    if reason := no_kernel(case.device, sgl.BATCH_MATMUL_TRANSPOSE):
+        return reason
     if case.dtype not in (torch.float16, torch.bfloat16):
         return f"dtype = {case.dtype}, must be float16 or bfloat16"
     if not 1 <= case.M <= TILING_ROWS:

@@ -12,6 +12,7 @@ from typing import Literal
 from kimi_k3_npu import envs
 from kimi_k3_npu.engines.sglang import IMPL, hooks, symbols
 from kimi_k3_npu.errors import LaunchError
+from kimi_k3_npu.ops import sgl
 
 #: Packages beside SGLang, and what each is for.
 BESIDE = {
@@ -105,9 +106,19 @@ def _packages() -> Iterator[Finding]:
             yield Finding("ok", f"{name} {versions[name]}")
         else:
             yield Finding("note", f"{name} is not installed; {use}")
+    if sgl.PACKAGE in versions:
+        yield from _kernels()
     torch, npu = versions.get("torch"), versions.get("torch_npu")
     if torch and npu and torch.split(".")[:2] != npu.split(".")[:2]:
         yield Finding("problem", f"torch_npu {npu} is for torch {'.'.join(npu.split('.')[:2])}, found torch {torch}")
+
+
+def _kernels() -> Iterator[Finding]:
+    missing = sgl.missing()
+    if there := [symbol for symbol in sgl.USED if symbol not in missing]:
+        yield Finding("ok", f"{sgl.PACKAGE} has {', '.join(there)}")
+    for symbol, reason in missing.items():
+        yield Finding("note", f"{sgl.PACKAGE} has no usable {symbol} ({reason}); basic operators take its place")
 
 
 def _installed(name: str) -> str | None:
