@@ -14,11 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
+
+# A busy machine is no fault of the code.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 ORACLES = Path(__file__).with_name("oracle")
 

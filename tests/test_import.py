@@ -13,15 +13,15 @@ HEAVY = ("transformers", "sglang", "vllm", "torch_npu")
 PROBE = """
 import json, sys, time
 import torch
-start = time.perf_counter()
+start = time.process_time()
 {code}
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(json.dumps({{"seconds": seconds, "heavy": [name for name in {names!r} if name in sys.modules]}}))
 """
 
 
 def probe(code: str) -> dict:
-    """What `code` takes beyond `import torch`, and which of HEAVY it imports, in a fresh process."""
+    """What CPU time `code` takes beyond `import torch`, and which of HEAVY it imports, in a fresh process."""
     script = PROBE.format(code=code, names=HEAVY)
     return json.loads(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kimi_k3_npu.cli import main
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
@@ -37,19 +39,20 @@ def test_no_command_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("command", OURS)
-def test_command(command: str, folder: Path) -> None:
-    words = [sys.executable, "-m", "kimi_k3_npu", *shlex.split(command)[1:]]
-    done = subprocess.run(words, cwd=folder, env=_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+def test_command(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as end:
+        main(shlex.split(command)[1:])
+    out, err = capfd.readouterr()
+    assert not end.value.code, err
+    assert out.strip()
 
 
 def test_the_python_example(folder: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     check = "\nassert [list(x.shape) for x in logits] == [[2, 272], [3, 272]]"
-    done = subprocess.run([sys.executable, "-c", example + check], cwd=folder, env=_environment(), capture_output=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", example + check], cwd=folder, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -22,7 +22,6 @@ from kimi_k3_npu.images import ImageError, ImageSettings, open_image
 from kimi_k3_npu.tiny import tiny_config
 
 #: A busy machine is no fault of an example.
-CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 BOARD = {
     "pattern": "chessboard",
     "chessboard_square_size": 8,
@@ -73,7 +72,6 @@ def test_sizes(size: tuple[int, int], resized: tuple[int, int], grid: tuple[int,
     assert plan.features == grid[0] * grid[1] // 4
 
 
-@settings(CALM)
 @given(width=st.integers(1, 100_000), height=st.integers(1, 100_000))
 def test_limits(width: int, height: int) -> None:
     """By the rule's own words: never enlarged, one scale for both sides, within the limits on patches and sides."""

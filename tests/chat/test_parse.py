@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_k3_npu.chat.conversation import parse_conversation
@@ -17,7 +17,6 @@ from kimi_k3_npu.chat.render import Segment, encode, image_prompt, render
 from kimi_k3_npu.tokenizer import PieceStream, Tokenizer
 
 #: A busy machine is no fault of an example.
-CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MARKUP = [
     "<|open|>",
     "<|close|>",
@@ -149,7 +148,7 @@ def with_arguments_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-@settings(CALM, max_examples=200)
+@settings(max_examples=200)
 @given(messages=CONVERSATIONS, thinking=st.booleans())
 def test_round_trip(tokenizers: dict[str, Tokenizer], messages: list[dict[str, Any]], thinking: bool) -> None:
     images = [image_prompt(*size) for size in sizes(messages)]
@@ -160,7 +159,7 @@ def test_round_trip(tokenizers: dict[str, Tokenizer], messages: list[dict[str, A
     assert parse_conversation(segments) == back
 
 
-@settings(CALM, max_examples=200)
+@settings(max_examples=200)
 @given(turn=turns(), thinking=st.booleans())
 def test_answer_round_trip(tokenizers: dict[str, Tokenizer], turn: list[dict[str, Any]], thinking: bool) -> None:
     """What a model generates, from after the prompt, piece by piece: all at once and in a stream."""
@@ -183,7 +182,7 @@ def test_answer_round_trip(tokenizers: dict[str, Tokenizer], turn: list[dict[str
     assert [delta.call for delta in deltas if delta.kind == "tool_call"] == answer.tool_calls
 
 
-@settings(CALM, max_examples=100)
+@settings(max_examples=100)
 @given(turn=turns(), thinking=st.booleans(), data=st.data())
 def test_cut_anywhere(
     tokenizers: dict[str, Tokenizer], turn: list[dict[str, Any]], thinking: bool, data: st.DataObject
@@ -232,7 +231,7 @@ PIECES = st.lists(
 )
 
 
-@settings(CALM, max_examples=500)
+@settings(max_examples=500)
 @given(pieces=PIECES, thinking=st.booleans())
 def test_nothing_raises(pieces: list[Segment], thinking: bool) -> None:
     answer = parse_answer(pieces, thinking=thinking)

@@ -24,6 +24,7 @@ from kimi_k3_npu.checkpoint.verify import verify
 from kimi_k3_npu.ops.int4 import unpack_rows
 from kimi_k3_npu.ops.quant import mxfp4_dequantize
 from tests.checkpoint.corpus import EXPERT, KDA, MOE, Draft, swapped
+from tests.patience import PATIENCE
 
 if TYPE_CHECKING:
     from tests.conftest import Oracle
@@ -273,7 +274,7 @@ def test_killed_conversions_are_gone_on_with(oracle: Callable[[str], Oracle], tm
     script, source = Path(__file__).with_name("kill_convert.py"), oracle("k3-mxfp4").folder
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "GOMP_SPINCOUNT": "0"}
     run = [sys.executable, script, source, tmp_path, form, "0"]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["different"] == []

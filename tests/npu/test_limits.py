@@ -257,7 +257,6 @@ def test_every_kernel_is_tried():
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 @settings(
-    deadline=None,
     max_examples=40,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -117,7 +117,7 @@ def test_a_weight_view_never_reaches_the_kernel_that_ignores_strides():
     assert dict(CHOSEN) == {("v_up", "bmm"): 1, ("v_up", "batch_matmul_transpose"): 1}
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_what_is_chosen_runs_within_the_limits_of_the_device(data: st.DataObject):
     """Emulated operators raise outside their documented limits, which are written down apart from the selector's."""

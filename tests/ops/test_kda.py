@@ -118,7 +118,7 @@ def test_step_is_one_token_of_each_sequence(decay: str) -> None:
     assert states.shape == (0, h, K, V)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     pieces=st.lists(st.integers(0, 70), min_size=1, max_size=5),
     decay=st.sampled_from(sorted(DECAYS)),

@@ -19,14 +19,12 @@ import pytest
 from kimi_k3_npu.config import MXFP4_GROUP, KimiK3Config
 from kimi_k3_npu.errors import LayoutError
 from kimi_k3_npu.parallel.layout import ParallelLayout
+from tests.patience import PATIENCE
 
 ORACLES = Path(__file__).parents[1] / "oracle"
 #: The oracles that every layout is checked on. The heads of k3-deep let no more than 2 ranks share attention.
 CHECKED = ("k3", "k3-deep", "k3-mxfp4", "k3-router")
 WORKER = Path(__file__).with_name("worker.py")
-
-#: Seconds after which ranks hang, on the busiest machine.
-PATIENCE = 900
 
 Case = dict[str, Any]
 

@@ -38,7 +38,8 @@ from kimi_k3_npu.parallel.experts import AllToAll, ExpertDispatch, Mc2
 from kimi_k3_npu.parallel.groups import Group
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
-from tests.parallel.launch import PATIENCE, log_of
+from tests.parallel.launch import log_of
+from tests.patience import PATIENCE
 
 EMULATE_NPU = "--emulate-npu" in sys.argv
 ORACLES = Path(__file__).parents[1] / "oracle"

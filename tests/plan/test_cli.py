@@ -115,7 +115,7 @@ def test_figures_that_are_not_published(run: Run, tiny: str) -> None:
 
 
 def test_search(run: Run, tiny: str) -> None:
-    args = ("--search", "--nodes", "1", "--config", tiny, "--context", "4096", "--json")
+    args = ("--search", "--nodes", "1", "--config", tiny, "--context", "4096", "--chunk", "256", "--json")
     code, out, _ = run(*args)
     assert code == 0
     found = json.loads(out)["layouts"]

@@ -17,6 +17,7 @@ from kimi_k3_npu.recipes.launch import Launch, all_launches, example_inputs, res
 from kimi_k3_npu.recipes.reader import load_recipe, recipe_names
 from kimi_k3_npu.recipes.render import arguments, bash, docker
 from kimi_k3_npu.recipes.schema import RecipeError
+from tests.patience import PATIENCE
 
 SHELLCHECK = shutil.which("shellcheck")
 
@@ -75,12 +76,11 @@ def run(script: str, folder: Path) -> dict:
     echo.write_text(ECHO)
     echo.chmod(0o755)
     env = {"PATH": f"{folder}:{os.environ['PATH']}"}
-    return json.loads(
-        subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True, env=env, timeout=60).stdout
-    )
+    done = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True, env=env, timeout=PATIENCE)
+    return json.loads(done.stdout)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(alphabet=st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), min_size=1))
 def test_nothing_is_taken_apart(tmp_path: Path, text: str) -> None:
     """Quotes, spaces, dollars, line ends: the program gets what was given."""

@@ -10,16 +10,16 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import requests
 
+from tests.patience import PATIENCE
+
 HERE = Path(__file__).parent
 ORACLES = HERE.parents[1] / "oracle"
-
-#: How long one launch or one answer may take. Launches are mostly imports, which a busy machine makes slow.
-PATIENCE = 600
 
 #: What every launch here says.
 ARGUMENTS: dict[str, Any] = {
@@ -118,10 +118,18 @@ class EngineFailed(Exception):
     """The engine ended its process; the message is the log."""
 
 
+#: Below the ports that systems give to connections, and those of each pytest process apart: an engine that starts
+#: beside another finds its ports free, also those that SGLang counts on from its first.
+_PORTS = count(10_000 + 10_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")), 10)
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """One that this process has not given out before."""
+    for port in _PORTS:
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)):
+                return port
+    raise AssertionError("unreachable")
 
 
 class Server:
@@ -162,7 +170,7 @@ class Server:
 
     def healthy(self) -> bool:
         try:
-            return requests.get(f"{self.url}/health", timeout=5).status_code == 200
+            return requests.get(f"{self.url}/health", timeout=60).status_code == 200
         except requests.RequestException:
             return False
 

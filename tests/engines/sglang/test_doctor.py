@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.engines.sglang.harness import PATIENCE, environment
+from tests.engines.sglang.harness import environment
+from tests.patience import PATIENCE
 
 
 def doctor(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
