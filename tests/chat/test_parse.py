@@ -329,7 +329,7 @@ def added_up(deltas: Iterable[Delta]) -> dict[str, Any]:
     return Answer(**text, tool_calls=calls).as_message()
 
 
-@settings(CALM, max_examples=300)
+@settings(max_examples=300)
 @given(pieces=PIECES, thinking=st.booleans(), data=st.data())
 def test_deltas_add_up(pieces: list[Segment], thinking: bool, data: st.DataObject) -> None:
     """Of any stream, after every piece; and it does not matter where its text is cut into pieces."""
