@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperGroup, TyperOption
 
 from kimi_k3_npu import __version__
 from kimi_k3_npu.cli import (
@@ -45,14 +47,33 @@ app.add_typer(weights.app, name="weights")
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command that `args` (None: this process's) name, and exit: 0, 1 for an error, 2 for wrong usage."""
     warnings.showwarning = _show_warning
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a generated character
+    # A terminal that cannot show a generated character, or a message that quotes bytes which are not UTF-8.
+    for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
     try:
-        app(args, prog_name="kimi-k3-npu")
+        command_tree()(args, prog_name="kimi-k3-npu")
     except KimiK3Error as error:
         _fail(str(error))
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+@functools.cache
+def command_tree() -> TyperGroup:
+    """The commands. Their help shows no type beside a flag that takes no value."""
+    root = cast("TyperGroup", typer.main.get_command(app))
+    for command in _commands(root):
+        for option in command.get_params(typer.Context(command)):
+            if isinstance(option, TyperOption) and option.is_flag:
+                option.metavar = ""
+    return root
+
+
+def _commands(root: Any) -> Iterator[Any]:
+    yield root
+    for command in getattr(root, "commands", {}).values():
+        yield from _commands(command)
 
 
 def _print_version(wanted: bool) -> None:

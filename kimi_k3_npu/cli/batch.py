@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from kimi_k3_npu.cli import generation
+from kimi_k3_npu.cli.numbers import MOST
 from kimi_k3_npu.cli.progress import steps_bar
 
 
@@ -21,7 +22,7 @@ def batch(
     engine: Annotated[Literal["transformers", "sglang", "vllm"], typer.Option(help="What generates.")] = "transformers",
     engine_arg: generation.EngineArgs = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompts at a time.", show_default="8; sglang, vllm: 256")
+        int | None, typer.Option(min=1, max=MOST, help="Prompts at a time.", show_default="8; sglang, vllm: 256")
     ] = None,
     max_new_tokens: generation.MaxNewTokens = 64,
     temperature: generation.Temperature = 0.0,

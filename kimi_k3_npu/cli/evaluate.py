@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from kimi_k3_npu.cli import generation
+from kimi_k3_npu.cli.numbers import MOST
 from kimi_k3_npu.cli.progress import steps_bar
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Measure how well a model answers.")
 
 #: Requests at a time.
-WINDOWS = {"transformers": 8, "sglang": 256, "vllm": 256, "server": 16}
+WINDOWS = {"transformers": 8, "sglang": 256, "vllm": 256}
+SERVER_WINDOW = 16
 
 
 @app.callback()
@@ -41,13 +43,15 @@ def gsm(
         Path | None,
         typer.Option(metavar="FILE", help="Problems in GSM8K's format.", show_default="500 easy ones, weights/tiny"),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Ask only the first so many.", show_default="all")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Ask only the first so many.", show_default="all")
+    ] = None,
     engine: Annotated[
         str, typer.Option(metavar="ENGINE", help="transformers, sglang, vllm, or the URL of a running server.")
     ] = "transformers",
     engine_arg: generation.EngineArgs = None,
     shots: Annotated[
-        int, typer.Option(min=0, help="Show so many solved problems before each; they are not asked.")
+        int, typer.Option(min=0, max=MOST, help="Show so many solved problems before each; they are not asked.")
     ] = 0,
     shots_from: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where those come from.", show_default="the first of --data")
@@ -63,9 +67,10 @@ def gsm(
     top_p: generation.TopP = None,
     seed: generation.Seed = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Problems at a time.", show_default="8; sglang, vllm: 256; a server: 16")
+        int | None,
+        typer.Option(min=1, max=MOST, help="Problems at a time.", show_default="8; sglang, vllm: 256; a server: 16"),
     ] = None,
-    show: Annotated[int, typer.Option(min=0, help="Print the first so many problems and answers.")] = 0,
+    show: Annotated[int, typer.Option(min=0, max=MOST, help="Print the first so many problems and answers.")] = 0,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every answer, a line of JSON each.", show_default=False)
     ] = None,
@@ -78,6 +83,10 @@ def gsm(
         raise typer.BadParameter("prints text, which is no JSON", param_hint="--show")
     if shots_from and not shots:
         raise typer.BadParameter("has no effect without --shots", param_hint="--shots-from")
+    if engine not in WINDOWS and not engine.startswith(("http://", "https://")):
+        raise typer.BadParameter(
+            f"{engine!r} is neither transformers, sglang, vllm nor an http:// or https:// URL", param_hint="--engine"
+        )
     temperature = generation.check_sampling(temperature, top_p)
     options = generation.engine_options(engine_arg or [])
 
@@ -162,12 +171,8 @@ def _open(settings: BatchSettings, options: dict[str, Any], batch_size: int | No
     if engine.startswith(("http://", "https://")):
         if options:
             raise typer.BadParameter("a running server takes none", param_hint="--engine-arg")
-        window = batch_size or WINDOWS["server"]
+        window = batch_size or SERVER_WINDOW
         return ServerAnswers(engine, settings.model or None, settings, window=window, effort=effort)
-    if engine not in ("transformers", "sglang", "vllm"):
-        raise typer.BadParameter(
-            f"{engine!r} is neither transformers, sglang, vllm nor an http:// or https:// URL", param_hint="--engine"
-        )
     if not settings.model:
         raise typer.BadParameter("is needed unless --engine is a URL", param_hint="--model")
 

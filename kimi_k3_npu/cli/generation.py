@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 import yaml
 
+from kimi_k3_npu.cli.numbers import MOST, MOST_TEMPERATURE
 from kimi_k3_npu.cli.progress import bytes_bar
 from kimi_k3_npu.errors import KimiK3Error
 from kimi_k3_npu.recipes.requests import NO_SAMPLING
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from kimi_k3_npu.images import ImageSettings
 
 ModelFolder = Annotated[Path, typer.Option(metavar="DIR", help="Checkpoint folder.", show_default=False)]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token; above 0 samples.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, max=MOST, help="Most tokens to generate.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, max=MOST_TEMPERATURE, help="0 takes the likeliest token; above 0 samples.")
+]
 TopP = Annotated[
     float | None, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens up to this probability.")
 ]
@@ -65,9 +68,14 @@ def engine_options(pairs: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if not equals or not key:
+        if not equals or not key.isidentifier():
             raise typer.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--engine-arg")
-        found[key] = yaml.safe_load(value)
+        if key in found:
+            raise typer.BadParameter(f"{key} is given twice", param_hint="--engine-arg")
+        try:
+            found[key] = yaml.safe_load(value)
+        except (yaml.YAMLError, RecursionError, ValueError):
+            raise typer.BadParameter(f"the value of {key} is not YAML", param_hint="--engine-arg") from None
     return found
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from kimi_k3_npu.cli.numbers import MOST, MOST_RANKS
 from kimi_k3_npu.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ WIDTH = 160
 
 def kernels(
     attn_tp: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Ranks that share the attention heads.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N", min=1, max=MOST_RANKS, help="Ranks that share the attention heads.", show_default=False
+        ),
     ] = None,
     layout: Annotated[
         str | None,
@@ -50,7 +54,9 @@ def kernels(
         ),
     ] = None,
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Of the activations.")] = "bfloat16",
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence in the cache, in a decode step.")] = 4096,
+    context: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Tokens of a sequence in the cache, in a decode step.")
+    ] = 4096,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show which NPU kernel each operator takes for some numbers of tokens, and why not the ones before it.
@@ -96,7 +102,7 @@ def kernels(
 def parse_tokens(text: str) -> list[int]:
     """The numbers of a list such as 1,16,1024, each once."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
+    if not all(part.isascii() and part.isdecimal() and int(part[:11]) <= MOST for part in parts):
         raise typer.BadParameter(f"{text!r} is not a list such as 1,16,1024", param_hint="--tokens")
     return list(dict.fromkeys(map(int, parts)))
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from kimi_k3_npu.cli.numbers import MOST, MOST_RANKS
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -27,15 +29,22 @@ FORMS: dict[str, ExpertForm] = {"mxfp4": "mxfp4", "int4x2": "int4x2", "w4a8": "w
 
 
 def layout(
-    tp: Annotated[int | None, typer.Option(min=1, help="Ranks of one pipeline stage.", show_default="1")] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, max=MOST_RANKS, help="Ranks of one pipeline stage.", show_default="1")
+    ] = None,
     dp: Annotated[
-        int | None, typer.Option(min=1, help="Data-parallel replicas of attention, inside tp.", show_default="1")
+        int | None,
+        typer.Option(min=1, max=MOST_RANKS, help="Data-parallel replicas of attention, inside tp.", show_default="1"),
     ] = None,
     ep: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks to deal experts out over.", show_default="1; tp with an all-to-all"),
+        typer.Option(
+            min=1, max=MOST_RANKS, help="Ranks to deal experts out over.", show_default="1; tp with an all-to-all"
+        ),
     ] = None,
-    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages, each of tp ranks.", show_default="1")] = None,
+    pp: Annotated[
+        int | None, typer.Option(min=1, max=MOST_RANKS, help="Pipeline stages, each of tp ranks.", show_default="1")
+    ] = None,
     dispatch: Annotated[
         Literal["gather", "alltoall", "mc2"] | None,
         typer.Option(help="How tokens reach experts.", show_default="gather"),
@@ -57,7 +66,7 @@ def layout(
             "--layout", metavar="LAYOUT", help="Instead of these, such as tp=64,dp=4,ep=64.", show_default=False
         ),
     ] = None,
-    rank: Annotated[int, typer.Option(min=0, help="The rank to describe.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, max=MOST, help="The rank to describe.")] = 0,
     config: Annotated[
         str, typer.Option(metavar="DIR|full", help="Folder with a config.json, or the published full-size Kimi-K3.")
     ] = "full",

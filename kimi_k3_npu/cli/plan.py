@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from kimi_k3_npu.cli.numbers import LEAST_OF_HARDWARE, MOST, MOST_MB, MOST_OF_HARDWARE, MOST_RANKS
 from kimi_k3_npu.cli.recipe import SET, model_config, parse_settings
 from kimi_k3_npu.errors import KimiK3Error
 
@@ -39,47 +40,84 @@ def plan(
     settings: SET = None,
     soc: Annotated[Literal["a2", "a3", "a5"], typer.Option(help="NPU generation, without a recipe.")] = "a3",
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes, without a recipe.", show_default="as many as the layout needs")
+        int | None,
+        typer.Option(
+            min=1, max=MOST_RANKS, help="Nodes, without a recipe.", show_default="as many as the layout needs"
+        ),
     ] = None,
     form: Annotated[Format, typer.Option("--format", help="Of the checkpoint, without a recipe.")] = "w4a8",
     context: Annotated[
         int | None,
-        typer.Option("--context", "--max-tokens", min=1, help="Longest request, in tokens.", show_default="131072"),
+        typer.Option(
+            "--context", "--max-tokens", min=1, max=MOST, help="Longest request, in tokens.", show_default="131072"
+        ),
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Requests at a time, of all replicas.", show_default="16")
+        int | None, typer.Option(min=1, max=MOST, help="Requests at a time, of all replicas.", show_default="16")
     ] = None,
     chunk: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a replica's largest prefill pass.", show_default="2048")
+        int | None,
+        typer.Option(min=1, max=MOST, help="Tokens of a replica's largest prefill pass.", show_default="2048"),
     ] = None,
     memory_fraction: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share for weights and pools, without a recipe.")
     ] = 0.85,
-    slots: Annotated[int, typer.Option(min=1, help="State slots of a request, without a recipe.")] = 1,
-    buffer_mb: Annotated[int, typer.Option(min=1, help="HCCL_BUFFSIZE, without a recipe.")] = 200,
+    slots: Annotated[int, typer.Option(min=1, max=MOST, help="State slots of a request, without a recipe.")] = 1,
+    buffer_mb: Annotated[int, typer.Option(min=1, max=MOST_MB, help="HCCL_BUFFSIZE, without a recipe.")] = 200,
     model_impl: Annotated[
         Literal["kimi_k3_npu", "auto"], typer.Option(help="Whose model, without a recipe; auto is the engine's own.")
     ] = "kimi_k3_npu",
     cann: Annotated[str, typer.Option(help="CANN version, without a recipe.")] = "9.0.0",
     memory_gib: Annotated[
-        float | None, typer.Option(help="Memory of a die.", show_default="the recipe's, or 64; a5: 128")
+        float | None,
+        typer.Option(
+            min=LEAST_OF_HARDWARE,
+            max=MOST_OF_HARDWARE,
+            help="Memory of a die.",
+            show_default="the recipe's, or 64; a5: 128",
+        ),
     ] = None,
     reserved_gib: Annotated[
-        float, typer.Option(min=0.0, help="Of it, what the driver keeps: npu-smi shows it on an idle die (such as 3).")
+        float,
+        typer.Option(
+            min=0.0,
+            max=MOST_OF_HARDWARE,
+            help="Of it, what the driver keeps: npu-smi shows it on an idle die (such as 3).",
+        ),
     ] = 0.0,
-    draft_gb: Annotated[float, typer.Option(min=0.0, help="Weights of a draft model on a die, in GB.")] = 0.0,
+    draft_gb: Annotated[
+        float, typer.Option(min=0.0, max=MOST_OF_HARDWARE, help="Weights of a draft model on a die, in GB.")
+    ] = 0.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Pass every layer at full size, without memory.")] = False,
     chip: Annotated[
         str | None, typer.Option(help="910c, 950dt, 950pr or 910b.", show_default="the recipe's, or the SoC's first")
     ] = None,
     memory_tbps: Annotated[
-        float | None, typer.Option(help="Memory bandwidth of a die, TB/s.", show_default="the chip's, if published")
+        float | None,
+        typer.Option(
+            min=LEAST_OF_HARDWARE,
+            max=MOST_OF_HARDWARE,
+            help="Memory bandwidth of a die, TB/s.",
+            show_default="the chip's, if published",
+        ),
     ] = None,
     bf16_tflops: Annotated[
-        float | None, typer.Option(help="Best rate of a die, TFLOP/s.", show_default="the chip's, if published")
+        float | None,
+        typer.Option(
+            min=LEAST_OF_HARDWARE,
+            max=MOST_OF_HARDWARE,
+            help="Best rate of a die, TFLOP/s.",
+            show_default="the chip's, if published",
+        ),
     ] = None,
     link_gbps: Annotated[
-        float | None, typer.Option(help="What a die can send, GB/s.", show_default="the chip's, if published")
+        float | None,
+        typer.Option(
+            min=LEAST_OF_HARDWARE,
+            max=MOST_OF_HARDWARE,
+            help="What a die can send, GB/s.",
+            show_default="the chip's, if published",
+        ),
     ] = None,
     config: Annotated[
         str, typer.Option(metavar="DIR|full", help="Folder with a config.json, or the published full-size Kimi-K3.")

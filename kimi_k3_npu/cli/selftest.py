@@ -21,6 +21,7 @@ from unittest.mock import patch
 import typer
 
 from kimi_k3_npu.cli.kernels import parse_tokens
+from kimi_k3_npu.cli.numbers import MOST_RANKS
 from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.resources import resource_path
 
@@ -65,7 +66,7 @@ class Result:
 
 def selftest(
     tokens: Annotated[str, typer.Option(metavar="N,N,...", help="Tokens of a step.")] = "16,1024",
-    attn_tp: Annotated[int, typer.Option(min=1, help="Ranks that share the attention heads.")] = 16,
+    attn_tp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Ranks that share the attention heads.")] = 16,
     op: Annotated[str | None, typer.Option(help="Only this operator, such as v_up.", show_default="all")] = None,
 ) -> None:
     """Run every NPU kernel at Kimi-K3's sizes and compare it with its reference on the CPU.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from kimi_k3_npu.cli.numbers import MOST_RANKS
 from kimi_k3_npu.cli.progress import bytes_bar
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Make, inspect, check and convert checkpoints.")
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder.", show_default=False)]
+DEVICE = re.compile(r"cpu|(npu|cuda)(:\d{1,3})?", re.ASCII)
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -128,11 +131,14 @@ def convert(
         Literal["bf16", "w4a8", "mxfp4", "int4x2"],
         typer.Option("--to", help="Form of the routed experts; int4x2 is MXFP4's values for hardware without FP4."),
     ],
-    jobs: Annotated[int, typer.Option(min=1, help="Shards worked on at a time.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Shards worked on at a time.")] = 1,
     device: Annotated[str, typer.Option(help="Where the arithmetic is done, such as npu:0.")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Convert the routed experts of a checkpoint. After a kill, the same command goes on with what is missing."""
+    if not DEVICE.fullmatch(device):
+        raise typer.BadParameter(f"{device!r} is none of cpu, npu, npu:0 and the like, cuda", param_hint="--device")
+
     from kimi_k3_npu.checkpoint.convert import convert as run
 
     with bytes_bar("converting") as progress:

@@ -37,6 +37,10 @@ FORMER_VARIABLES = {
 }
 
 
+#: More than any cluster has: what is above is a slip of the keyboard, and would take forever to divide.
+MOST_RANKS = 2**16
+
+
 @dataclass(frozen=True)
 class Axis:
     """The ranks (of one pipeline stage) that form a group, and this rank's place among them."""
@@ -70,8 +74,10 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "ep", "pp"):
-            if getattr(self, name) < 1:
-                raise LayoutError(f"{name} = {getattr(self, name)}, must be at least 1")
+            if (size := getattr(self, name)) < 1:
+                raise LayoutError(f"{name} = {size}, must be at least 1")
+            if size > MOST_RANKS:
+                raise LayoutError(f"{name} = {size}, must be at most {MOST_RANKS}")
         if self.moe_dispatch not in get_args(Dispatch):
             raise LayoutError(f"dispatch is {self.moe_dispatch!r}; choices: {', '.join(get_args(Dispatch))}")
         for name in ("dp", "ep"):
