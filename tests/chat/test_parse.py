@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kimi_k3_npu.chat.conversation import parse_conversation
@@ -329,9 +329,29 @@ def added_up(deltas: Iterable[Delta]) -> dict[str, Any]:
     return Answer(**text, tool_calls=calls).as_message()
 
 
+def tag(kind: str, header: str) -> list[Segment]:
+    return [Segment(kind, True), Segment(header, False), Segment("<|sep|>", True)]
+
+
+#: Whole tags in any order, with stray pieces between them: random pieces alone hardly ever make a tag.
+TAGS = st.lists(
+    st.one_of(
+        st.builds(
+            tag,
+            st.sampled_from(["<|open|>", "<|close|>"]),
+            st.sampled_from(["think", "response", "tools", 'call tool="f" index="1"', "call", "json", "x", "message"]),
+        ),
+        st.sampled_from(["a", "b c", ""]).map(lambda text: [Segment(text, False)]),
+        PIECES.map(lambda pieces: pieces[:2]),
+    ),
+    max_size=12,
+).map(lambda parts: [piece for part in parts for piece in part])
+
+
 @settings(max_examples=300)
-@given(pieces=PIECES, thinking=st.booleans(), data=st.data())
-def test_deltas_add_up(pieces: list[Segment], thinking: bool, data: st.DataObject) -> None:
+@given(pieces=TAGS, thinking=st.booleans(), data=st.data())
+@example([Segment("yes", False), *tag("<|close|>", "response")], True, None)
+def test_deltas_add_up(pieces: list[Segment], thinking: bool, data: st.DataObject | None) -> None:
     """Of any stream, after every piece; and it does not matter where its text is cut into pieces."""
     parser, deltas = AnswerParser(thinking), []
     for count, piece in enumerate(pieces, 1):
@@ -342,7 +362,7 @@ def test_deltas_add_up(pieces: list[Segment], thinking: bool, data: st.DataObjec
         assert len(set(identities)) == len(identities)
     cut: list[Segment] = []
     for piece in pieces:
-        place = data.draw(st.integers(0, len(piece.text))) if not piece.special else 0
+        place = data.draw(st.integers(0, len(piece.text))) if data and not piece.special else 0
         parts = (piece.text[:place], piece.text[place:])
         cut += [Segment(part, piece.special) for part in parts if part]
     whole = parse_answer(pieces, thinking=thinking)

@@ -150,3 +150,19 @@ def test_answers_are_kept_and_compared(tmp_path: Path) -> None:
         differing(first, second[::-1])
     with pytest.raises(EvaluationError, match="does not hold the answers"):
         read_marked(write(tmp_path / "other.jsonl", {"a": 1}))
+
+
+def test_odd_files(tmp_path: Path) -> None:
+    """Every bad line is named, a mark of the byte order is none, and any character of an answer comes back."""
+    file = write(tmp_path / "test.jsonl", GSM8K)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b'", "', b'",\r"'))
+    assert len(read_problems(file)) == 1
+    file.write_bytes(file.read_bytes() + b"\xe9\n" + b"[" * 5000 + b"\n")
+    with pytest.raises(EvaluationError) as error:
+        read_problems(file)
+    first, second = str(error.value).splitlines()
+    assert first == f"{file}:2: no problem in GSM8K's format: not UTF-8: byte E9 in place 1"
+    assert second.startswith(f"{file}:3: no problem in GSM8K's format: it is not JSON; a line is ")
+    answers = marks(Reply("a\u2028b\x85c \ud83d", "", 1, True))
+    write_marked(answers, tmp_path / "out.jsonl")
+    assert read_marked(tmp_path / "out.jsonl") == answers
