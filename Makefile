@@ -2,9 +2,10 @@
 PYTHON ?= python3
 PIP := -m pip --disable-pip-version-check -q
 PYTEST_ARGS ?=
-# Which tests a target runs, and how: two processes, each with whole files, so that a file's fixtures are made once.
+# Which tests a target runs, and how: two processes, each with whole files, so that a file's fixtures are made once. In
+# alphabetical order, which ends in light files; files with many tests first, as is usual, would end in heavy ones.
 SELECT := not full
-WORKERS := -n 2 --dist loadfile
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 PROMPT ?= Ada has 6 bags of 7 coins. Ben takes 15. How many are there now?
 
 CORE := .venv/.ready
@@ -41,7 +42,7 @@ test-npu: $(NPU) ## run tests/npu with the real torch_npu, no device needed
 	.venv-npu/bin/python -m pytest tests/npu -m "$(SELECT)" $(WORKERS) $(PYTEST_ARGS)
 
 test-sglang: $(SGLANG) ## run tests/engines/sglang with the real SGLang on a CPU
-	.venv-sglang/bin/python -m pytest tests/engines/sglang -m "$(SELECT)" $(PYTEST_ARGS)
+	.venv-sglang/bin/python -m pytest tests/engines/sglang -m "$(SELECT)" $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(CORE) ## ruff and mypy
 	.venv/bin/ruff check .

@@ -130,6 +130,7 @@ class TestProgram:
         assert not result.out
         assert "Usage" in result.err
 
+    @pytest.mark.slow
     def test_as_a_module(self, tiny: Path) -> None:
         """In a process of its own, where nothing is a terminal: no progress bars, and no traceback for an error."""
         generate = [sys.executable, "-m", "kimi_k3_npu", "generate", "--model", str(tiny), "--max-new-tokens", "3"]
@@ -140,6 +141,7 @@ class TestProgram:
         assert (bad.returncode, bad.stdout) == (1, "")
         assert bad.stderr == "error: the prompt is empty; generation needs at least one token to continue\n"
 
+    @pytest.mark.slow
     def test_progress_on_a_terminal(self, tiny: Path) -> None:
         terminal, end = pty.openpty()
         command = [sys.executable, "-m", "kimi_k3_npu", "generate", "--model", str(tiny), "--prompt", "hello"]

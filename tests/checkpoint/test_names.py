@@ -65,6 +65,7 @@ def parameter(a: Assignment) -> str:
     return a.target.parameter + kept
 
 
+@pytest.mark.slow
 def test_every_published_tensor_has_exactly_one_place(plan: LoadPlan, published: Tensors) -> None:
     assert plan.faults == []
     assert plan.elsewhere == []
@@ -74,11 +75,13 @@ def test_every_published_tensor_has_exactly_one_place(plan: LoadPlan, published:
     assert len(places) == len(plan.assignments) == 497_220
 
 
+@pytest.mark.slow
 def test_the_bytes_are_those_of_the_published_checkpoint(plan: LoadPlan, published: Tensors) -> None:
     specs = [published[assignment.name] for assignment in plan.assignments]
     assert sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs) == 1_560_860_324_864
 
 
+@pytest.mark.slow
 def test_every_parameter_is_filled_once_and_completely(plan: LoadPlan, k3: KimiK3ForCausalLM) -> None:
     """The places of a parameter are different boxes whose sizes add up to it. Residual mixers are products of two whole
     tensors."""
@@ -103,6 +106,7 @@ def test_every_parameter_is_filled_once_and_completely(plan: LoadPlan, k3: KimiK
             assert len(set(boxes[name])) == len(boxes[name]), name
 
 
+@pytest.mark.slow
 def test_what_a_place_takes_is_what_the_tensor_has(plan: LoadPlan, published: Tensors) -> None:
     """But for A_log, of whose 128 published values 96 are those of the heads."""
     for a in plan.assignments:

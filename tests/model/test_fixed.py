@@ -69,6 +69,7 @@ def test_reach() -> None:
     assert [reach_of(n, 1000) for n in (1, PAGE, PAGE + 1, 512, 513, 1000)] == [PAGE, PAGE, 2 * PAGE, 512, 1000, 1000]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["k3-mxfp4", "kimi-linear"])
 def test_generate(oracle: Callable[[str], Oracle], name: str) -> None:
     """The published greedy tokens, alone and padded, from a model that decodes compiled. Packed experts look at where

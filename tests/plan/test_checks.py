@@ -243,10 +243,12 @@ class TestFit:
         assert "19.7 GB a die do not fit (weights 64.1" in found.text
         assert found.fix.startswith("nearest layout that fits: tp=64,dp=4,ep=64,dispatch=alltoall,shared=attn_tp")
 
+    @pytest.mark.slow
     def test_nothing_fits(self, findings: Findings) -> None:
         found = one(findings(SGLANG, deep=True, mem_fraction_static="0.3"), "memory")
         assert found.fix == "no layout over these dies fits; use more nodes"
 
+    @pytest.mark.slow
     def test_outside_of_the_pools(self, findings: Findings) -> None:
         found = one(findings(DRAFTED, deep=True, mem_fraction_static="0.9"), "memory")
         assert "buffers 8.4" in found.text

@@ -175,6 +175,7 @@ class TestManyRanks:
         assert {collective.axis for collective in done.collectives} <= axes | {"tp", "dense_mlp_tp"}
         assert done.count.weights > 0
 
+    @pytest.mark.slow
     def test_stages_make_the_whole(self, full: KimiK3Config) -> None:
         whole = Rank(full, ParallelLayout.parse("tp=16,ep=16"), "bf16").run("decode", 2, 1, 256)
         layout = ParallelLayout.parse("tp=16,ep=16,pp=4")
@@ -206,6 +207,7 @@ class TestHardware:
         assert slower.memory == pytest.approx(2 * least.memory)
         assert "given by the user" in slower.sources
 
+    @pytest.mark.slow
     def test_below_what_was_measured(self, full: KimiK3Config) -> None:
         """8K in, 1K out, drafts of 7: 15.2 ms a token for one request at a time, of which a step gives up to 8."""
         (done,) = dry_run(full, RECIPE, "w4a8", prefill=0, decode=(1, 8), context=9216)

@@ -93,12 +93,14 @@ def test_told_how_much_to_think(answers: Callable) -> None:
     assert share_right(answers(TINY, "max")) >= 0.98
 
 
+@pytest.mark.slow
 def test_a_mistake_shows(answers: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kimi-Linear's decay, where K3's is bounded: a third of the answers are then wrong."""
     monkeypatch.setattr(attention, "kda_gate", lambda f, A_log, dt_bias, _: kda_gate(f, A_log, dt_bias, None))
     assert share_right(answers.__wrapped__(TINY)) < 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["bf16", "int4x2"])
 def test_the_same_answers_in_another_format(answers: Callable, converted: Callable, form: str) -> None:
     assert differing(answers(TINY), answers(converted(form))) == []
@@ -108,6 +110,7 @@ def test_the_same_answers_with_experts_expanded(answers: Callable) -> None:
     assert differing(answers(TINY), answers(TINY, expert_weights="bf16")) == []
 
 
+@pytest.mark.slow
 def test_w4a8_with_rows_rounded_to_int8(
     answers: Callable, converted: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
