@@ -11,13 +11,15 @@ PROMPT ?= Ada has 6 bags of 7 coins. Ben takes 15. How many are there now?
 CORE := .venv/.ready
 NPU := .venv-npu/.ready
 SGLANG := .venv-sglang/.ready
+OLDEST := .venv-oldest/.ready
 # What `make test` runs, one environment each. "core" is everything that a plain pytest collects.
 SUITES := core npu sglang
 
 # Engines import thousands of modules in several processes: let Python keep what it compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-full test-core test-npu test-sglang lint bench env-core env-npu env-sglang clean
+.PHONY: help demo test test-full test-core test-npu test-sglang test-oldest lint bench env-core env-npu env-sglang \
+        env-oldest clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -31,7 +33,7 @@ demo: $(CORE) ## let the small trained checkpoint solve some problems, and PROMP
 test: $(SUITES:%=test-%) ## run every suite, each in its own environment
 
 test-full: SELECT := full or not full
-test-full: $(SUITES:%=test-%) ## the same, with whole matrices where `make test` takes samples
+test-full: $(SUITES:%=test-%) test-oldest ## whole matrices where `make test` takes samples, and the lowest versions
 
 test-core: $(CORE) ## run what needs neither torch_npu nor an engine
 	.venv/bin/python -m pytest -m "$(SELECT)" $(WORKERS) $(PYTEST_ARGS)
@@ -43,6 +45,9 @@ test-npu: $(NPU) ## run tests/npu with the real torch_npu, no device needed
 
 test-sglang: $(SGLANG) ## run tests/engines/sglang with the real SGLang on a CPU
 	.venv-sglang/bin/python -m pytest tests/engines/sglang -m "$(SELECT)" $(WORKERS) $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST) ## run what test-core runs on the lowest versions of every dependency; 6 GB to install
+	.venv-oldest/bin/python -m pytest -m "$(SELECT)" $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(CORE) ## ruff and mypy
 	.venv/bin/ruff check .
@@ -58,10 +63,16 @@ bench: $(CORE) $(NPU) build/bench/.ready ## run every benchmark; its numbers go 
 env-core: $(CORE) ## build .venv
 env-npu: $(NPU) ## build .venv-npu
 env-sglang: $(SGLANG) ## build .venv-sglang
+env-oldest: $(OLDEST) ## build .venv-oldest
 
 clean: ## remove environments, build output and caches
-	rm -rf .venv .venv-npu .venv-sglang build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-npu .venv-sglang .venv-oldest build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+define make-venv
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
+$(PYTHON) -m venv $(@D)
+endef
 
 # .venv*/.locked: torch with whatever its wheel needs on this machine, then exactly the lock file.
 .venv/.locked: lock := requirements/core.txt
@@ -71,10 +82,15 @@ clean: ## remove environments, build output and caches
 .venv-npu/.locked: requirements/npu.txt
 .venv-sglang/.locked: requirements/sglang.txt
 .venv/.locked .venv-npu/.locked .venv-sglang/.locked: requirements/constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
-	$(PYTHON) -m venv $(@D)
+	$(make-venv)
 	$(@D)/bin/python $(PIP) install -c requirements/constraints.txt torch
 	$(@D)/bin/python $(PIP) install -c requirements/constraints.txt --no-deps -r $(lock)
+	touch $@
+
+# The lowest torch is in no constraints, and its lock file names all that it needs to be imported.
+.venv-oldest/.locked: requirements/oldest.txt
+	$(make-venv)
+	$(@D)/bin/python $(PIP) install --no-deps -r $<
 	touch $@
 
 build/bench/.ready: requirements/bench.txt .venv/.locked
@@ -83,7 +99,7 @@ build/bench/.ready: requirements/bench.txt .venv/.locked
 	touch $@
 
 # .venv*/.ready: the package itself, editable; again when its metadata changes.
-$(CORE) $(NPU): %/.ready: %/.locked pyproject.toml
+$(CORE) $(NPU) $(OLDEST): %/.ready: %/.locked pyproject.toml
 	$(@D)/bin/python $(PIP) install --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from kimi_k3_npu.compat import is_compiling
 from kimi_k3_npu.ops.device import current
 from kimi_k3_npu.ops.formats import is_nz
 from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refuse_visit, visit
@@ -51,7 +52,7 @@ def moe_experts(
     beta and linear_beta are SiTU's; beta None means SiLU. The weighted sum is in fp32.
     """
     few = x.shape[0] <= FEW_TOKENS and ids.numel() >= w13.shape[0]
-    if few or torch.compiler.is_compiling():  # a graph's shapes cannot depend on where the tokens go
+    if few or is_compiling():  # a graph's shapes cannot depend on where the tokens go
         held = (ids >= first_expert) & (ids < first_expert + w13.shape[0])
         places = torch.where(held, ids - first_expert, 0)
         visits = (_every_expert if few else _element_wise)(x, places, w13, w2, beta, linear_beta)
