@@ -8,12 +8,23 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Check the installation of an engine and of its plugin.")
+app = typer.Typer(help="Check the installation of an engine and of its plugin.")
 
 
-@app.callback()
-def engines() -> None:
-    """Check the installation of an engine and of its plugin."""
+@app.callback(invoke_without_command=True)
+def versions(context: typer.Context) -> None:
+    """List the versions of what this package stands on, and which its tests run on; or check an engine's plugin.
+
+    Exits with 1 if they do not fit each other.
+    """
+    if context.invoked_subcommand is None:
+        from kimi_k3_npu.engines.versions import examine
+
+        findings = list(examine({"torch": "", "transformers": "", "torch_npu": "needed on Ascend"}))
+        for finding in findings:
+            typer.echo(f"{finding.kind:<8} {finding.text}")
+        if any(finding.kind == "problem" for finding in findings):
+            raise typer.Exit(1)
 
 
 @app.command("sglang")

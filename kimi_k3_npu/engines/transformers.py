@@ -254,14 +254,13 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
         features = image_features(tower, projector, pixels.to(token_ids.device), frames)
         return splice(self.model.embed(token_ids, [len(token_ids)]), token_ids, placeholder, features)
 
-    def prepare_inputs_for_generation(self, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any) -> dict:
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict:
         """Images go with the pass that holds their placeholders: the first, or each one where no cache is kept.
 
         Newer versions of transformers see to it themselves; 5.12 hands them to every pass.
         """
-        prepare = super().prepare_inputs_for_generation  # type: ignore[misc]
-        inputs = prepare(*args, is_first_iteration=is_first_iteration, **kwargs)
-        if not is_first_iteration and kwargs.get("use_cache", True):
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        if not kwargs.get("is_first_iteration") and kwargs.get("use_cache", True):
             inputs.pop("pixel_values", None)
         return inputs
 

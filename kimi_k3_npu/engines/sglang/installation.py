@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import Literal
+from importlib.metadata import entry_points
 
 from kimi_k3_npu import envs
+from kimi_k3_npu.engines import versions
 from kimi_k3_npu.engines.sglang import IMPL, hooks, symbols
+from kimi_k3_npu.engines.versions import Finding
 from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.ops import sgl
 
@@ -22,14 +22,6 @@ BESIDE = {
     "sgl_kernel_npu": "needed by SGLang on Ascend, and by its backend for KDA",
     "deep_ep": "needed by --moe-a2a-backend deepep on Ascend",
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """`problem` keeps `--model-impl kimi_k3_npu` from working as it should, `note` may."""
-
-    kind: Literal["ok", "note", "problem"]
-    text: str
 
 
 def examine() -> Iterator[Finding]:
@@ -100,17 +92,9 @@ def _apply_hooks() -> None:
 
 
 def _packages() -> Iterator[Finding]:
-    versions = {name: found for name in BESIDE if (found := _installed(name))}
-    for name, use in BESIDE.items():
-        if name in versions:
-            yield Finding("ok", f"{name} {versions[name]}")
-        else:
-            yield Finding("note", f"{name} is not installed; {use}")
-    if sgl.PACKAGE in versions:
+    yield from versions.examine(BESIDE)
+    if versions.installed(sgl.PACKAGE):
         yield from _kernels()
-    torch, npu = versions.get("torch"), versions.get("torch_npu")
-    if torch and npu and torch.split(".")[:2] != npu.split(".")[:2]:
-        yield Finding("problem", f"torch_npu {npu} is for torch {'.'.join(npu.split('.')[:2])}, found torch {torch}")
 
 
 def _kernels() -> Iterator[Finding]:
@@ -119,13 +103,6 @@ def _kernels() -> Iterator[Finding]:
         yield Finding("ok", f"{sgl.PACKAGE} has {', '.join(there)}")
     for symbol, reason in missing.items():
         yield Finding("note", f"{sgl.PACKAGE} has no usable {symbol} ({reason}); basic operators take its place")
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _tried(what: str, action: Callable[[], None]) -> Iterator[Finding]:
