@@ -36,8 +36,8 @@ def steps_bar(label: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def _bar(*columns: ProgressColumn) -> Progress:
-    console = Console(stderr=True)
     hidden = not sys.stderr.isatty()
+    console = Console(stderr=True, quiet=hidden)  # rich 14.0 ends bars with an empty line, also those it does not show
     return Progress(
         TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True, disable=hidden
     )
