@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kimi_k3_npu.config import KimiK3Config
-from kimi_k3_npu.config_values import check_token_ids, read_json_object, wrong
+from kimi_k3_npu.config.values import check_token_ids, read_json_object, wrong
 from kimi_k3_npu.errors import ConfigError, KimiK3Error
 from kimi_k3_npu.model.attention import CachedAttention
 from kimi_k3_npu.model.cache import ModelCache

@@ -120,3 +120,7 @@ def _without_duplicates(file: str, pairs: list[tuple[str, Any]]) -> dict[str, An
     if twice := sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1):
         raise ConfigError(f"{file}: given twice: {', '.join(twice[:20])}; keep one of each")
     return dict(pairs)
+
+
+def frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
