@@ -48,8 +48,7 @@ from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.ops import sgl
 from kimi_k3_npu.ops.device import OPTIONAL_PACKAGES, Device, assume, parse_cann, parse_soc
-from kimi_k3_npu.ops.registry import NPU_KERNELS, reference
-from kimi_k3_npu.ops.select import CHOSEN
+from kimi_k3_npu.ops.op import CHOSEN, OPS
 from kimi_k3_npu.parallel.groups import Group
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
@@ -114,7 +113,8 @@ class Counting(TorchDispatchMode):
         if func.namespace == "kimi_k3":
             self._sources.append(operator)
             with self:
-                result = (NPU_KERNELS.get(operator) or reference(operator))(*args, **kwargs)
+                op = OPS[operator]
+                result = (op.npu if op.kernels else op.reference)(*args, **kwargs)
             self._sources.pop()
             return result
         if operator in FREE or func.namespace == "prim":

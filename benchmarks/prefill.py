@@ -16,7 +16,8 @@ from peer import EXPERTS, SIZES, VOCABULARY, alternate, pair, prefill
 from report import finish, options
 
 from kimi_k3_npu.model.kda import KimiDeltaAttention
-from kimi_k3_npu.ops.kda import kda_chunk, kda_gate, kda_recurrent, l2_norm
+from kimi_k3_npu.ops.kda import kda_gate, kda_recurrent, l2_norm
+from kimi_k3_npu.ops.kda_chunk import kda_chunk
 
 #: What the gates of Kimi-K3 are bounded by.
 BOUND = -5.0

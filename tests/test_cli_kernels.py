@@ -20,7 +20,7 @@ from kimi_k3_npu.cli import main
 from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.ops.cases import CASES, EXACT, FP32, Case, Sizes, as_they_are
 from kimi_k3_npu.ops.device import Device, parse_cann
-from kimi_k3_npu.ops.registry import NPU_KERNELS, reference
+from kimi_k3_npu.ops.op import OPS, npu_operators
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.plan.kernels import Situation, layer_kernels, published_config, weight_kernels
 from kimi_k3_npu.resources import resource_path
@@ -71,8 +71,8 @@ def situation(tokens: int, layout: str = "tp=16,ep=16", soc: str = "a3", package
 def test_every_operator_with_npu_kernels_has_a_row():
     config, now = published_config().text, situation(16, "tp=64,dp=4,ep=64,dispatch=mc2")
     rows = layer_kernels(config, now) + weight_kernels(config, now)
-    assert {row.op for row in rows} == set(NPU_KERNELS) - set(NOT_IN_A_LAYER) | {"moe_dispatch"}
-    assert set(NOT_IN_A_LAYER) <= set(NPU_KERNELS)
+    assert {row.op for row in rows} == set(npu_operators()) - set(NOT_IN_A_LAYER) | {"moe_dispatch"}
+    assert set(NOT_IN_A_LAYER) <= set(npu_operators())
 
 
 def test_full_size(table: Callable):
@@ -172,7 +172,7 @@ def test_mistakes(run: Callable, options: tuple, code: int, message: str):
 
 
 def test_every_npu_kernel_has_a_case():
-    assert set(CASES) == set(NPU_KERNELS)
+    assert set(CASES) == set(npu_operators())
     assert all(tolerance.because for cases in CASES.values() for case in cases for tolerance in [case.tolerance])
 
 
@@ -191,7 +191,7 @@ def test_arguments_are_the_same_in_every_call_and_the_references(small: Sizes, o
     first, second = case.arguments(small), case.arguments(small)
     pairs = zip(tree_leaves(first), tree_leaves(second), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
-    want = reference(op)(*first)
+    want = OPS[op].reference(*first)
     assert case.error(want, want) == 0
 
 

@@ -110,17 +110,18 @@ def run(machine: Machine, counts: list[int], attn_tp: int, only: str | None = No
     import torch
 
     from kimi_k3_npu.ops.cases import CASES, Sizes
-    from kimi_k3_npu.ops.registry import NPU_KERNELS
+    from kimi_k3_npu.ops.op import npu_operators
     from kimi_k3_npu.plan.kernels import published_config
 
     import_operators()
-    if only is not None and only not in NPU_KERNELS:
-        raise LaunchError(f"no operator {only!r} has an NPU kernel; those that have: {', '.join(sorted(NPU_KERNELS))}")
+    names = list(npu_operators())
+    if only is not None and only not in names:
+        raise LaunchError(f"no operator {only!r} has an NPU kernel; those that have: {', '.join(names)}")
     config = published_config().text
     with torch.inference_mode():
         for T in counts:
             sizes = Sizes(config, T, attn_tp)
-            for op in [only] if only else sorted(NPU_KERNELS):
+            for op in [only] if only else names:
                 if op not in CASES:
                     yield Result(op, "", "", 0.0, 0.0, None, "has no case in kimi_k3_npu.ops.cases")
                 for case in CASES.get(op, []):
@@ -141,14 +142,13 @@ def _try(case: Case, sizes: Sizes, machine: Machine) -> Iterator[Result]:
     from torch.utils._pytree import tree_leaves, tree_map_only
 
     from kimi_k3_npu.ops.device import assume
-    from kimi_k3_npu.ops.registry import NPU_KERNELS, reference
-    from kimi_k3_npu.ops.select import CHOSEN
+    from kimi_k3_npu.ops.op import CHOSEN, OPS
 
     arguments = case.arguments(sizes)
-    want = reference(case.op)(*arguments)
+    op = OPS[case.op]
+    want = op.reference(*arguments)
     shapes = ["x".join(map(str, x.shape)) for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     shape = " ".join(shapes)[:SHAPE_WIDTH]
-    kernel = NPU_KERNELS[case.op]
     done: set[str] = set()
     for way in _ways(case.op, arguments, machine, done):
         before = CHOSEN.copy()
@@ -156,12 +156,12 @@ def _try(case: Case, sizes: Sizes, machine: Machine) -> Iterator[Result]:
         with assume(machine.device), way, machine.kernels():
             try:
                 there = case.prepare(*tree_map_only(Tensor, lambda x: x.to(machine.place), arguments))
-                error = case.error(kernel(*there), want)
+                error = case.error(op.npu(*there), want)
                 if machine.place == "npu":
-                    seconds = _seconds(kernel, there)
+                    seconds = _seconds(op.npu, there)
             except Exception as failure:  # whatever a device says about a kernel is that kernel's result
                 problem = f"{type(failure).__name__}: {failure}".splitlines()[0]
-        name = next((name for op, name in CHOSEN - before if op == case.op), kernel.__name__)
+        name = next((name for ran, name in CHOSEN - before if ran == case.op), "")
         allowed = case.allowed(name)
         if error > allowed.error:
             problem = problem or f"more than is explained by: {allowed.because}"
@@ -174,7 +174,7 @@ def _ways(op: str, arguments: tuple, machine: Machine, done: set[str]) -> Iterat
     """What can be arranged for another kernel to be chosen than those already done."""
     from kimi_k3_npu import envs
     from kimi_k3_npu.ops.device import assume
-    from kimi_k3_npu.ops.v_up import CANDIDATES, Bmm
+    from kimi_k3_npu.ops.v_up import Bmm, v_up
 
     device = machine.device
     yield nullcontext()
@@ -186,9 +186,11 @@ def _ways(op: str, arguments: tuple, machine: Machine, done: set[str]) -> Iterat
         x, w = arguments
         M, B, K = x.shape
         case = Bmm(M, B, K, w.shape[2], x.dtype, True, device)
-        for candidate in CANDIDATES:
+        for candidate in v_up.kernels:
             if candidate.name not in done and candidate.refuse(case) is None:
+                v_up.forget()
                 yield patch.dict(os.environ, {envs.V_UP: candidate.name})
+        v_up.forget()
 
 
 def _seconds(kernel: Callable[..., object], arguments: tuple) -> float:

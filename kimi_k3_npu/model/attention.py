@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kimi_k3_npu.model.cache import ModelCache
 from kimi_k3_npu.ops.attention import causal_attention, consecutive, latent_attention
-from kimi_k3_npu.ops.kda import kda_chunk, kda_gate, kda_recurrent, kda_step, normed_qkv, short_conv
+from kimi_k3_npu.ops.kda import kda_gate, kda_recurrent, kda_step, normed_qkv, short_conv
+from kimi_k3_npu.ops.kda_chunk import kda_chunk
 
 if TYPE_CHECKING:
     from kimi_k3_npu.model.kda import KimiDeltaAttention

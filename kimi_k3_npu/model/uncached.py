@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kimi_k3_npu.model.attention import Expand
 from kimi_k3_npu.ops.attention import causal_attention
-from kimi_k3_npu.ops.kda import kda_chunk, kda_gate, normed_qkv, short_conv
+from kimi_k3_npu.ops.kda import kda_gate, normed_qkv, short_conv
+from kimi_k3_npu.ops.kda_chunk import kda_chunk
 
 if TYPE_CHECKING:
     from kimi_k3_npu.model.kda import KimiDeltaAttention

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +19,10 @@ from torch import Tensor
 from kimi_k3_npu.compat import is_compiling
 from kimi_k3_npu.ops.device import current
 from kimi_k3_npu.ops.formats import is_nz
-from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refuse_visit, visit
-from kimi_k3_npu.ops.limits import FLOATS, takes_anything, wrong_dtype
+from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refuse_visit, visit_of
+from kimi_k3_npu.ops.limits import FLOATS, wrong_dtype
+from kimi_k3_npu.ops.op import operator
 from kimi_k3_npu.ops.quant import mxfp4_dequantize
-from kimi_k3_npu.ops.registry import define, npu_kernel, reference
-from kimi_k3_npu.ops.select import Candidate, Choice, choose
 from kimi_k3_npu.ops.situ import gated_activation, gated_activation_of_groups
 
 #: Rows of the smallest full tile of the CPU's matrix products.
@@ -33,7 +33,7 @@ FEW_TOKENS = 16
 MX_PAIR = 64
 
 
-@define(
+@operator(
     "moe_experts(Tensor x, Tensor weights, Tensor ids, Tensor w13, Tensor w2, int first_expert, float? beta, "
     "float? linear_beta) -> Tensor"
 )
@@ -64,7 +64,7 @@ def moe_experts(
     return by_expert(x, weights, ids, first_expert, w13.shape[0], expert)
 
 
-@define(
+@operator(
     "moe_experts_mxfp4(Tensor x, Tensor weights, Tensor ids, Tensor w13_packed, Tensor w13_scale, Tensor w2_packed, "
     "Tensor w2_scale, int first_expert, float? beta, float? linear_beta) -> Tensor"
 )
@@ -165,22 +165,6 @@ def _one_token(
     return (shares @ outputs).unsqueeze(0).to(x.dtype)
 
 
-@npu_kernel("moe_experts")
-def moe_experts_npu(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    first_expert: int,
-    beta: float | None,
-    linear_beta: float | None,
-) -> Tensor:
-    """`moe_experts` on an NPU, by the kernel that `choose_experts` chooses."""
-    case = visit(x, ids, w13.shape[0], first_expert, w2.shape[2], current())
-    return choose_experts(case).run(x, weights, ids, w13, w2, first_expert, beta, linear_beta)
-
-
 @dataclass(frozen=True)
 class Mxfp4Visit:
     """A visit of experts in MXFP4; `nz` says whether their packed matrices lie in NZ."""
@@ -189,8 +173,27 @@ class Mxfp4Visit:
     nz: bool
 
 
-@npu_kernel("moe_experts_mxfp4")
-def moe_experts_mxfp4_npu(
+def _mxfp4_visit(*values: Any) -> Mxfp4Visit:
+    *visit, nz, device = values
+    return Mxfp4Visit(Visit(*(*visit, device)), nz)
+
+
+@moe_experts.case(Visit)
+def _plain_case(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    first_expert: int,
+    beta: float | None,
+    linear_beta: float | None,
+) -> tuple:
+    return visit_of(x, ids, w13.shape[0], first_expert, w2.shape[2])
+
+
+@moe_experts_mxfp4.case(_mxfp4_visit)
+def _mxfp4_case(
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
@@ -201,25 +204,9 @@ def moe_experts_mxfp4_npu(
     first_expert: int,
     beta: float | None,
     linear_beta: float | None,
-) -> Tensor:
-    """`moe_experts_mxfp4` on an NPU, by the kernel that `choose_experts_mxfp4` chooses.
-
-    On an A5 the packed matrices should lie in NZ: pass them through `formats.as_nz(matrix, fp4=True)` after loading.
-    """
-    device = current()
-    # Other generations have no such format, so nobody needs to ask.
-    nz = device.soc == "a5" and is_nz(w13_packed) and is_nz(w2_packed)
-    case = Mxfp4Visit(visit(x, ids, w13_packed.shape[0], first_expert, 2 * w2_packed.shape[2], device), nz)
-    matrices = (w13_packed, w13_scale, w2_packed, w2_scale)
-    return choose_experts_mxfp4(case).run(x, weights, ids, *matrices, first_expert, beta, linear_beta)
-
-
-def choose_experts(case: Visit) -> Choice:
-    return choose("moe_experts", PLAIN, case)
-
-
-def choose_experts_mxfp4(case: Mxfp4Visit) -> Choice:
-    return choose("moe_experts_mxfp4", MXFP4, case)
+) -> tuple:
+    nz = current().soc == "a5" and is_nz(w13_packed) and is_nz(w2_packed)
+    return *visit_of(x, ids, w13_packed.shape[0], first_expert, 2 * w2_packed.shape[2]), nz
 
 
 def refuse_grouped(case: Visit) -> str | None:
@@ -227,6 +214,7 @@ def refuse_grouped(case: Visit) -> str | None:
     return refuse_visit(case) or wrong_dtype("x", case.dtype, FLOATS)
 
 
+@moe_experts.kernel("grouped_matmul", refuse_grouped)
 def grouped(
     x: Tensor,
     weights: Tensor,
@@ -258,6 +246,7 @@ def refuse_grouped_mxfp4(case: Mxfp4Visit) -> str | None:
     return None if case.nz else "the packed matrices do not lie in NZ; pass them through formats.as_nz after loading"
 
 
+@moe_experts_mxfp4.kernel("grouped_matmul_mxfp4", refuse_grouped_mxfp4)
 def grouped_mxfp4(
     x: Tensor,
     weights: Tensor,
@@ -296,14 +285,3 @@ def _mx_matmul(rows: Tensor, packed: Tensor, scale: Tensor, counts: Tensor) -> T
         },  # [E, K/64, N, 2]
         {"weight_dtype": torch_npu.float4_e2m1fn_x2, "per_token_scale_dtype": torch_npu.float8_e8m0fnu},
     )
-
-
-#: In order of preference.
-PLAIN: tuple[Candidate[Visit], ...] = (
-    Candidate("grouped_matmul", refuse_grouped, grouped),
-    Candidate("composed", takes_anything, reference("moe_experts")),
-)
-MXFP4: tuple[Candidate[Mxfp4Visit], ...] = (
-    Candidate("grouped_matmul_mxfp4", refuse_grouped_mxfp4, grouped_mxfp4),
-    Candidate("composed", takes_anything, reference("moe_experts_mxfp4")),
-)

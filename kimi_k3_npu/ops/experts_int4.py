@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from kimi_k3_npu.ops.constants import constant
 from kimi_k3_npu.ops.device import current
 from kimi_k3_npu.ops.experts import by_expert
 from kimi_k3_npu.ops.formats import as_nz
-from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refuse_visit, visit
+from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refuse_visit, visit_of
 from kimi_k3_npu.ops.int4 import (
     HIGHEST,
     LOWEST,
@@ -32,10 +33,9 @@ from kimi_k3_npu.ops.int4 import (
     unpack_columns,
     unpack_rows,
 )
-from kimi_k3_npu.ops.limits import HALVES, takes_anything, wrong_dtype
+from kimi_k3_npu.ops.limits import HALVES, wrong_dtype
+from kimi_k3_npu.ops.op import operator
 from kimi_k3_npu.ops.quant import E2M1
-from kimi_k3_npu.ops.registry import define, npu_kernel, npu_layout, reference
-from kimi_k3_npu.ops.select import Candidate, Choice, choose
 from kimi_k3_npu.ops.situ import gated_activation, gated_activation_of_groups
 
 #: Inputs that share a scale in the grouped format.
@@ -44,7 +44,7 @@ GROUP = 32
 MOST_INPUTS = 18432
 
 
-@define(
+@operator(
     "moe_experts_w4a8(Tensor x, Tensor weights, Tensor ids, Tensor w13, Tensor w13_scale, Tensor w13_bias, Tensor w2, "
     "Tensor w2_scale, Tensor w2_bias, int first_expert, float? beta, float? linear_beta) -> Tensor"
 )
@@ -75,7 +75,7 @@ def moe_experts_w4a8(
     return by_expert(x, weights, ids, first_expert, w13.shape[0], expert)
 
 
-@define(
+@operator(
     "moe_experts_int4_group(Tensor x, Tensor weights, Tensor ids, Tensor[] w13, Tensor w13_scale, Tensor[] w2, "
     "Tensor w2_scale, int first_expert, float? beta, float? linear_beta) -> Tensor"
 )
@@ -141,13 +141,13 @@ def prepare_w4a8(codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Te
     return columns, bits, bias.sum(dim=-1)
 
 
-@define("w4a8_layout(Tensor codes, Tensor scale, Tensor bias) -> (Tensor, Tensor, Tensor)")
+@operator("w4a8_layout(Tensor codes, Tensor scale, Tensor bias) -> (Tensor, Tensor, Tensor)")
 def w4a8_layout(codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Published W4A8 matrices as this device's products take them: here the three tensors themselves."""
     return codes, scale, bias
 
 
-@npu_layout("w4a8_layout")
+@w4a8_layout.layout
 def w4a8_layout_npu(codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """By `prepare_w4a8`, but not on an A5, whose product wants them otherwise. What is prepared stays what it is."""
     if current().soc == "a5" or codes.dtype == torch.int32:
@@ -188,8 +188,13 @@ class Int4Visit:
     prepared: bool
 
 
-@npu_kernel("moe_experts_w4a8")
-def moe_experts_w4a8_npu(
+def _int4_visit(*values: Any) -> Int4Visit:
+    *visit, prepared, device = values
+    return Int4Visit(Visit(*(*visit, device)), prepared)
+
+
+@moe_experts_w4a8.case(_int4_visit)
+def _w4a8_case(
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
@@ -202,17 +207,13 @@ def moe_experts_w4a8_npu(
     first_expert: int,
     beta: float | None,
     linear_beta: float | None,
-) -> Tensor:
-    """`moe_experts_w4a8` on an NPU, by the kernel that `choose_w4a8` chooses."""
-    prepared = w13.dtype == w2.dtype == torch.int32
-    inner = w13_scale.numel() // w13.shape[0] // 2
-    case = Int4Visit(visit(x, ids, w13.shape[0], first_expert, inner, current()), prepared)
-    matrices = (w13, w13_scale, w13_bias, w2, w2_scale, w2_bias)
-    return choose_w4a8(case).run(x, weights, ids, *matrices, first_expert, beta, linear_beta)
+) -> tuple:
+    experts, rows, columns = w13_scale.shape  # prepared [E, 1, 2I], published [E, 2I, 1]
+    return *visit_of(x, ids, experts, first_expert, rows * columns // 2), w13.dtype == w2.dtype == torch.int32
 
 
-@npu_kernel("moe_experts_int4_group")
-def moe_experts_int4_group_npu(
+@moe_experts_int4_group.case(_int4_visit)
+def _int4_group_case(
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
@@ -223,21 +224,10 @@ def moe_experts_int4_group_npu(
     first_expert: int,
     beta: float | None,
     linear_beta: float | None,
-) -> Tensor:
-    """`moe_experts_int4_group` on an NPU, by the kernel that `choose_int4_group` chooses."""
+) -> tuple:
     prepared = all(codes[0].shape[1] == GROUP * scale.shape[1] for codes, scale in ((w13, w13_scale), (w2, w2_scale)))
     inner = GROUP * w2_scale.shape[1 if prepared else 2]
-    case = Int4Visit(visit(x, ids, w13_scale.shape[0], first_expert, inner, current()), prepared)
-    matrices = (w13, w13_scale, w2, w2_scale)
-    return choose_int4_group(case).run(x, weights, ids, *matrices, first_expert, beta, linear_beta)
-
-
-def choose_w4a8(case: Int4Visit) -> Choice:
-    return choose("moe_experts_w4a8", W4A8, case)
-
-
-def choose_int4_group(case: Int4Visit) -> Choice:
-    return choose("moe_experts_int4_group", INT4_GROUP, case)
+    return *visit_of(x, ids, w13_scale.shape[0], first_expert, inner), prepared
 
 
 def refuse_int4(case: Int4Visit) -> str | None:
@@ -259,6 +249,7 @@ def refuse_w4a8(case: Int4Visit) -> str | None:
     return refuse_int4(case)
 
 
+@moe_experts_w4a8.kernel("grouped_matmul_w4a8", refuse_w4a8)
 def w4a8(
     x: Tensor,
     weights: Tensor,
@@ -284,6 +275,7 @@ def w4a8(
     return combine(grouped_matmul(inner, w2, routed.counts, x.dtype, scales), routed, weights)
 
 
+@moe_experts_int4_group.kernel("grouped_matmul_int4", refuse_int4)
 def int4_group(
     x: Tensor,
     weights: Tensor,
@@ -314,14 +306,3 @@ def _int4_matmul(rows: Tensor, parts: Sequence[Tensor], scale: Tensor, counts: T
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Offsets of a format that has none, which the operator wants all the same."""
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-#: In order of preference.
-W4A8: tuple[Candidate[Int4Visit], ...] = (
-    Candidate("grouped_matmul_w4a8", refuse_w4a8, w4a8),
-    Candidate("composed", takes_anything, reference("moe_experts_w4a8")),
-)
-INT4_GROUP: tuple[Candidate[Int4Visit], ...] = (
-    Candidate("grouped_matmul_int4", refuse_int4, int4_group),
-    Candidate("composed", takes_anything, reference("moe_experts_int4_group")),
-)

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.ops.device import Device, current
-from kimi_k3_npu.ops.limits import nothing_to_run, takes_anything
-from kimi_k3_npu.ops.registry import define, npu_kernel, npu_layout, reference
-from kimi_k3_npu.ops.select import Candidate, Choice, choose
+from kimi_k3_npu.ops.limits import nothing_to_run
+from kimi_k3_npu.ops.op import operator
 
 NZ = 29
 #: A tile is 16 rows of 32 bytes.
 TILE_ROWS, TILE_BYTES = 16, 32
 
 
-@define("as_nz(Tensor weight, bool fp4) -> Tensor")
+@operator("as_nz(Tensor weight, bool fp4) -> Tensor")
 def as_nz(weight: Tensor, fp4: bool) -> Tensor:
     """A copy of `weight` [..., rows, columns] in NZ where there is such a thing; elsewhere, or if no tiles fit, ND.
 
@@ -30,19 +29,19 @@ def as_nz(weight: Tensor, fp4: bool) -> Tensor:
     return weight.clone()
 
 
-@define("mxfp4_layout(Tensor packed) -> Tensor")
+@operator("mxfp4_layout(Tensor packed) -> Tensor")
 def mxfp4_layout(packed: Tensor) -> Tensor:
     """Packed MXFP4 matrices, u8 [E, N, K/2], as this device's products take them: here `packed` itself."""
     return packed
 
 
-@npu_layout("mxfp4_layout")
+@mxfp4_layout.layout
 def mxfp4_layout_npu(packed: Tensor) -> Tensor:
     """In NZ on an A5; other NPUs have no product for them. What is in NZ already stays what it is."""
     return packed if current().soc != "a5" or is_nz(packed) else as_nz(packed, True)
 
 
-@define("overwrite(Tensor(a!) kept, Tensor values) -> bool")
+@operator("overwrite(Tensor(a!) kept, Tensor values) -> bool")
 def overwrite(kept: Tensor, values: Tensor) -> bool:
     """Write `values` over `kept`, where captured graphs read them; False, and nothing done, where that cannot be."""
     if (kept.shape, kept.dtype) != (values.shape, values.dtype):
@@ -51,7 +50,7 @@ def overwrite(kept: Tensor, values: Tensor) -> bool:
     return True
 
 
-@npu_layout("overwrite")
+@overwrite.layout
 def overwrite_npu(kept: Tensor, values: Tensor) -> bool:
     """What lies in NZ is copied as the bytes that were cast, of whatever dtype a view of them is: other dtypes have
     other tiles. On an A5 torch_npu copies nothing into NZ."""
@@ -59,7 +58,7 @@ def overwrite_npu(kept: Tensor, values: Tensor) -> bool:
     if nz != is_nz(values) or (nz and current().soc == "a5"):
         return False
     pair = (kept.view(torch.int8), values.view(torch.int8)) if nz else (kept, values)
-    return reference("overwrite")(*pair)
+    return overwrite.reference(*pair)
 
 
 @dataclass(frozen=True)
@@ -72,20 +71,14 @@ class Cast:
     device: Device
 
 
-@npu_kernel("as_nz")
-def as_nz_npu(weight: Tensor, fp4: bool) -> Tensor:
-    """`as_nz` on an NPU, as `choose_format` chooses."""
-    rows, columns = weight.shape[-2:]
-    return choose_format(Cast(rows, columns * weight.element_size(), fp4, current())).run(weight, fp4)
+@as_nz.case(Cast)
+def _case(weight: Tensor, fp4: bool) -> tuple:
+    return weight.shape[-2], weight.shape[-1] * weight.element_size(), fp4
 
 
 def is_nz(weight: Tensor) -> bool:
     """Whether an NPU tensor lies in NZ."""
     return importlib.import_module("torch_npu").get_npu_format(weight) == NZ
-
-
-def choose_format(case: Cast) -> Choice:
-    return choose("as_nz", CANDIDATES, case)
 
 
 def refuse_nz(case: Cast) -> str | None:
@@ -99,6 +92,7 @@ def refuse_nz(case: Cast) -> str | None:
     return None
 
 
+@as_nz.kernel("npu_format_cast", refuse_nz)
 def nz(weight: Tensor, fp4: bool) -> Tensor:
     torch_npu = importlib.import_module("torch_npu")
     torch_npu.npu.config.allow_internal_format = True  # without it the cast does nothing, and says nothing
@@ -106,8 +100,7 @@ def nz(weight: Tensor, fp4: bool) -> Tensor:
     return torch.ops.npu.npu_format_cast(weight, NZ, **dtypes)
 
 
-#: In order of preference.
-CANDIDATES: tuple[Candidate[Cast], ...] = (
-    Candidate("npu_format_cast", refuse_nz, nz),
-    Candidate("plain", takes_anything, reference("as_nz")),
-)
+@as_nz.kernel("plain")
+def plain(weight: Tensor, fp4: bool) -> Tensor:
+    """A copy as it is."""
+    return as_nz.reference(weight, fp4)

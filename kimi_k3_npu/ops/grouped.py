@@ -53,10 +53,9 @@ class Routed(NamedTuple):
     scale: Tensor
 
 
-def visit(x: Tensor, ids: Tensor, experts: int, first: int, inner: int, device: Device) -> Visit:
-    """The case at hand: x [T, H], ids [T, k]."""
-    tokens, top_k = ids.shape
-    return Visit(tokens, top_k, experts, first, x.shape[1], inner, x.dtype, device)
+def visit_of(x: Tensor, ids: Tensor, experts: int, first: int, inner: int) -> tuple:
+    """The values of the case at hand: x [T, H], ids [T, k]."""
+    return *ids.shape, experts, first, x.shape[1], inner, x.dtype
 
 
 def owners(counts: Tensor, rows: int, first: int) -> Tensor:

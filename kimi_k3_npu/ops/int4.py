@@ -9,10 +9,13 @@ Bytes are little endian, so the nibbles of an int32 are those of its bytes in or
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from kimi_k3_npu.ops.registry import define, npu_kernel
+from kimi_k3_npu.ops.device import Device
+from kimi_k3_npu.ops.op import operator
 
 LOWEST, HIGHEST = -8, 7
 
@@ -51,14 +54,26 @@ def from_offset(packed: Tensor) -> Tensor:
     return packed ^ _HIGH_BITS
 
 
-@define("int4_matrix(Tensor codes) -> Tensor")
+@dataclass(frozen=True)
+class Codes:
+    """Some codes to pack on one device."""
+
+    device: Device
+
+
+@operator("int4_matrix(Tensor codes) -> Tensor")
 def int4_matrix(codes: Tensor) -> Tensor:
     """int8 [K, N] in -8..7 -> int32 [K, N/8], as the weight-only products of this device take it."""
     return pack_columns(codes)
 
 
-@npu_kernel("int4_matrix")
-def int4_matrix_npu(codes: Tensor) -> Tensor:
+@int4_matrix.case(Codes)
+def _case(codes: Tensor) -> tuple:
+    return ()
+
+
+@int4_matrix.kernel("npu_convert_weight_to_int4pack")
+def npu_packed(codes: Tensor) -> Tensor:
     """By torch_npu's own packing, whose page leaves the order of the nibbles to the operator. No limit of it binds: the
     matrix is 2-D, and N a multiple of 8 in any packed form."""
     return torch.ops.npu.npu_convert_weight_to_int4pack(codes.to(torch.int32).contiguous())

@@ -34,7 +34,3 @@ def wrong_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...])
     if dtype in allowed:
         return None
     return f"{name} is {dtype}, must be {' or '.join(str(option).removeprefix('torch.') for option in allowed)}"
-
-
-def takes_anything(case: object) -> None:
-    """The limit of a composition of basic torch operators."""

@@ -8,19 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k3_npu.ops.device import Device, current
-from kimi_k3_npu.ops.limits import FLOATS, nothing_to_run, takes_anything, wrong_dtype
-from kimi_k3_npu.ops.registry import define, npu_kernel, reference
-from kimi_k3_npu.ops.select import Candidate, Choice, choose
+from kimi_k3_npu.ops.device import Device
+from kimi_k3_npu.ops.limits import FLOATS, nothing_to_run, wrong_dtype
+from kimi_k3_npu.ops.op import operator
 
 
-@define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
+@operator("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x * rsqrt(mean(x^2) + eps) * weight over the last dimension; x [..., d], weight [d], result in x's dtype."""
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
-@define("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")
+@operator("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of x + residual, and that sum, both [..., d] in x's dtype."""
     total = x + residual
@@ -42,28 +41,14 @@ class Norm:
     device: Device
 
 
-@npu_kernel("rms_norm")
-def rms_norm_npu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` on an NPU, by the kernel that `choose_rms_norm` chooses."""
-    return choose_rms_norm(_case(x, weight)).run(x, weight, eps)
+@rms_norm.case(Norm)
+def _case(x: Tensor, weight: Tensor, eps: float) -> tuple:
+    return x.shape, x.dtype, weight.dtype
 
 
-@npu_kernel("add_rms_norm")
-def add_rms_norm_npu(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` on an NPU, by the kernel that `choose_add_rms_norm` chooses."""
-    return choose_add_rms_norm(_case(x, weight)).run(x, residual, weight, eps)
-
-
-def choose_rms_norm(case: Norm) -> Choice:
-    return choose("rms_norm", RMS_NORM, case)
-
-
-def choose_add_rms_norm(case: Norm) -> Choice:
-    return choose("add_rms_norm", ADD_RMS_NORM, case)
-
-
-def _case(x: Tensor, weight: Tensor) -> Norm:
-    return Norm(tuple(x.shape), x.dtype, weight.dtype, current())
+@add_rms_norm.case(Norm)
+def _add_case(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple:
+    return x.shape, x.dtype, weight.dtype
 
 
 def refuse_fused(case: Norm) -> str | None:
@@ -77,21 +62,12 @@ def refuse_fused(case: Norm) -> str | None:
     return wrong_dtype("x", case.dtype, FLOATS)
 
 
+@rms_norm.kernel("npu_rms_norm", refuse_fused)
 def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.ops.npu.npu_rms_norm(x, weight, eps)[0]
 
 
+@add_rms_norm.kernel("npu_add_rms_norm", refuse_fused)
 def fused_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, _, total = torch.ops.npu.npu_add_rms_norm(x, residual, weight, eps)
     return y, total
-
-
-#: In order of preference.
-RMS_NORM: tuple[Candidate[Norm], ...] = (
-    Candidate("npu_rms_norm", refuse_fused, fused),
-    Candidate("composed", takes_anything, reference("rms_norm")),
-)
-ADD_RMS_NORM: tuple[Candidate[Norm], ...] = (
-    Candidate("npu_add_rms_norm", refuse_fused, fused_add),
-    Candidate("composed", takes_anything, reference("add_rms_norm")),
-)

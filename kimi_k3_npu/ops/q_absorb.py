@@ -9,18 +9,11 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.ops.device import Device, parse_cann, parse_soc
-from kimi_k3_npu.ops.registry import define, npu_kernel
-from kimi_k3_npu.ops.select import Choice, choose
-from kimi_k3_npu.ops.v_up import CANDIDATES as V_UP_CANDIDATES
-from kimi_k3_npu.ops.v_up import Bmm, bmm, run_bmm
-
-# sgl_kernel_npu's batch_matmul_transpose is left to v-up. It keeps its tiling in one table of the process, with a row
-# for each M that every call rewrites. Two products of different shape with the same M, as these two are in every
-# layer, share a row: a kernel that is still queued, or a graph that is replayed, may run with the tiling of the other.
-CANDIDATES = tuple(candidate for candidate in V_UP_CANDIDATES if candidate.name != "batch_matmul_transpose")
+from kimi_k3_npu.ops.op import Choice, operator
+from kimi_k3_npu.ops.v_up import Bmm, bmm, sizes_of, v_up
 
 
-@define("q_absorb(Tensor q, Tensor w) -> Tensor")
+@operator("q_absorb(Tensor q, Tensor w) -> Tensor")
 def q_absorb(q: Tensor, w: Tensor) -> Tensor:
     """Each head's query into the latent: q [M, B, n], w [B, n, R] -> contiguous [M, B, R].
 
@@ -29,10 +22,17 @@ def q_absorb(q: Tensor, w: Tensor) -> Tensor:
     return bmm(q, w)
 
 
-@npu_kernel("q_absorb")
-def q_absorb_npu(q: Tensor, w: Tensor) -> Tensor:
-    """`q_absorb` on an NPU, by the kernel that `select_q_absorb` chooses. Raises ValueError if q and w do not fit."""
-    return run_bmm("q_absorb", q, w, choose_q_absorb)
+@q_absorb.case(Bmm)
+def _case(q: Tensor, w: Tensor) -> tuple | None:
+    return sizes_of("q_absorb", q, w)
+
+
+# sgl_kernel_npu's batch_matmul_transpose is left to v-up. It keeps its tiling in one table of the process, with a row
+# for each M that every call rewrites. Two products of different shape with the same M, as these two are in every
+# layer, share a row: a kernel that is still queued, or a graph that is replayed, may run with the tiling of the other.
+for kernel in v_up.kernels:
+    if kernel.name != "batch_matmul_transpose":
+        q_absorb.add(kernel)
 
 
 def select_q_absorb(
@@ -48,9 +48,4 @@ def select_q_absorb(
 ) -> Choice:
     """The kernel for q absorption on one rank; arguments as of `v_up.select_v_up`, and no variable forces it."""
     device = Device(parse_soc(soc), None if cann is None else parse_cann(cann))
-    return choose_q_absorb(Bmm(M, B, n, R, dtype, contiguous, device))
-
-
-def choose_q_absorb(case: Bmm) -> Choice:
-    """As `select_q_absorb`, for a case that is already put together: K is n, N is R."""
-    return choose("q_absorb", CANDIDATES, case)
+    return q_absorb.choose(Bmm(M, B, n, R, dtype, contiguous, device))

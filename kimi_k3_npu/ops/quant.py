@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from kimi_k3_npu.ops.registry import define
+from kimi_k3_npu.ops.op import operator
 
 #: Elements that share a scale.
 GROUP = 32
@@ -31,7 +31,7 @@ _PAIR = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
 _BLOCK = 512 << 10
 
 
-@define("mxfp4_dequantize(Tensor packed, Tensor scale, ScalarType dtype) -> Tensor")
+@operator("mxfp4_dequantize(Tensor packed, Tensor scale, ScalarType dtype) -> Tensor")
 def mxfp4_dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Unpack MXFP4 `packed` [..., O, I/2] with `scale` [..., O, I/32] to [..., O, I] in `dtype` (bfloat16 or float32).
 

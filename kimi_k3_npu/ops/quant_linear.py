@@ -11,17 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k3_npu.ops.device import Device, current
+from kimi_k3_npu.ops.device import Device
 from kimi_k3_npu.ops.formats import as_nz
-from kimi_k3_npu.ops.limits import HALVES, INNER_LIMIT, nothing_to_run, takes_anything, wrong_dtype
-from kimi_k3_npu.ops.registry import define, npu_kernel, reference
-from kimi_k3_npu.ops.select import Candidate, Choice, choose
+from kimi_k3_npu.ops.limits import HALVES, INNER_LIMIT, nothing_to_run, wrong_dtype
+from kimi_k3_npu.ops.op import operator
 
 #: Of int8 codes, symmetric.
 LARGEST = 127
 
 
-@define("dynamic_quant_int8(Tensor x) -> (Tensor, Tensor)")
+@operator("dynamic_quant_int8(Tensor x) -> (Tensor, Tensor)")
 def dynamic_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round each row to int8 by its own scale: x [..., d] -> codes int8 [..., d], scale fp32 [...] = max|row| / 127.
 
@@ -33,7 +32,7 @@ def dynamic_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8), scale
 
 
-@define("w8a8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor")
+@operator("w8a8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor")
 def w8a8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., I] by weight int8 [O, I], scale fp32 [O, 1] or [O], bias fp32 [O] -> [..., O] in x's dtype.
 
@@ -70,26 +69,15 @@ class Linear:
     device: Device
 
 
-@npu_kernel("dynamic_quant_int8")
-def dynamic_quant_int8_npu(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`dynamic_quant_int8` on an NPU, by the kernel that `choose_dynamic_quant` chooses."""
-    return choose_dynamic_quant(Rows(x.numel() // max(1, x.shape[-1]), x.dim(), x.dtype, current())).run(x)
+@dynamic_quant_int8.case(Rows)
+def _rows(x: Tensor) -> tuple:
+    return x.numel() // max(1, x.shape[-1]), x.dim(), x.dtype
 
 
-@npu_kernel("w8a8_linear")
-def w8a8_linear_npu(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """`w8a8_linear` on an NPU, by the kernel that `choose_w8a8` chooses."""
+@w8a8_linear.case(Linear)
+def _linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> tuple:
     outputs, inputs = weight.shape
-    case = Linear(x.numel() // inputs, inputs, outputs, x.dtype, scale.dtype, current())
-    return choose_w8a8(case).run(x, weight, scale, bias)
-
-
-def choose_dynamic_quant(case: Rows) -> Choice:
-    return choose("dynamic_quant_int8", QUANT, case)
-
-
-def choose_w8a8(case: Linear) -> Choice:
-    return choose("w8a8_linear", W8A8, case)
+    return x.numel() // inputs, inputs, outputs, x.dtype, scale.dtype
 
 
 def refuse_dynamic_quant(case: Rows) -> str | None:
@@ -111,25 +99,16 @@ def refuse_w8a8(case: Linear) -> str | None:
     return wrong_dtype("scale", case.scale_dtype, (torch.float32,))
 
 
+@dynamic_quant_int8.kernel("npu_dynamic_quant", refuse_dynamic_quant)
 def fused_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     codes, scale = torch.ops.npu.npu_dynamic_quant(x)
     return codes, scale
 
 
+@w8a8_linear.kernel("npu_quant_matmul", refuse_w8a8)
 def fused_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """The operator wants 2-D rows. Scales stay fp32: bfloat16 ones would be off by up to 0.2 %."""
     codes, row_scale = torch.ops.npu.npu_dynamic_quant(x.reshape(-1, x.shape[-1]))
     options = {"pertoken_scale": row_scale, "bias": bias, "output_dtype": x.dtype}
     y = torch.ops.npu.npu_quant_matmul(codes, weight.t(), scale.flatten(), **options)
     return y.unflatten(0, x.shape[:-1])
-
-
-#: In order of preference.
-QUANT: tuple[Candidate[Rows], ...] = (
-    Candidate("npu_dynamic_quant", refuse_dynamic_quant, fused_quant),
-    Candidate("composed", takes_anything, reference("dynamic_quant_int8")),
-)
-W8A8: tuple[Candidate[Linear], ...] = (
-    Candidate("npu_quant_matmul", refuse_w8a8, fused_linear),
-    Candidate("composed", takes_anything, reference("w8a8_linear")),
-)

@@ -8,17 +8,16 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.ops import sgl
-from kimi_k3_npu.ops.device import Device, current
-from kimi_k3_npu.ops.limits import FLOATS, OFFSET_LIMIT, no_kernel, nothing_to_run, takes_anything, wrong_dtype
-from kimi_k3_npu.ops.registry import define, npu_kernel, reference
-from kimi_k3_npu.ops.select import Candidate, Choice, choose
+from kimi_k3_npu.ops.device import Device
+from kimi_k3_npu.ops.limits import FLOATS, OFFSET_LIMIT, no_kernel, nothing_to_run, wrong_dtype
+from kimi_k3_npu.ops.op import operator
 
 #: A row in fp32 and its products have to fit the unified buffer of a core: compiled for Ascend910B3, 8192 fits and
 #: 12288 does not.
 WIDEST_ROW = 8192
 
 
-@define("mix_residuals(Tensor prefix, Tensor bank, Tensor weight, float eps) -> Tensor")
+@operator("mix_residuals(Tensor prefix, Tensor bank, Tensor weight, float eps) -> Tensor")
 def mix_residuals(prefix: Tensor, bank: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Mix the bank's rows and the running sum, which counts as the last row.
 
@@ -47,17 +46,10 @@ class Mix:
     device: Device
 
 
-@npu_kernel("mix_residuals")
-def mix_residuals_npu(prefix: Tensor, bank: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`mix_residuals` on an NPU, by the kernel that `choose_mix` chooses."""
+@mix_residuals.case(Mix)
+def _case(prefix: Tensor, bank: Tensor, weight: Tensor, eps: float) -> tuple:
     contiguous = prefix.is_contiguous() and bank.is_contiguous() and weight.is_contiguous()
-    tokens, rows, width = bank.shape
-    case = Mix(tokens, rows, width, prefix.dtype, contiguous, current())
-    return choose_mix(case).run(prefix, bank, weight, eps)
-
-
-def choose_mix(case: Mix) -> Choice:
-    return choose("mix_residuals", CANDIDATES, case)
+    return *bank.shape, prefix.dtype, contiguous
 
 
 def refuse_fused(case: Mix) -> str | None:
@@ -78,6 +70,7 @@ def tokens_per_launch(rows: int, width: int) -> int:
     return (OFFSET_LIMIT - 1) // (rows * width)
 
 
+@mix_residuals.kernel("sgl_mix_fused", refuse_fused)
 def fused(prefix: Tensor, bank: Tensor, weight: Tensor, eps: float) -> Tensor:
     kernel = sgl.kernel(sgl.MIX_FUSED)
     tokens, rows, width = bank.shape
@@ -86,10 +79,3 @@ def fused(prefix: Tensor, bank: Tensor, weight: Tensor, eps: float) -> Tensor:
         return kernel(prefix, bank, rows, weight, eps)
     parts = zip(prefix.split(most), bank.split(most), strict=True)
     return torch.cat([kernel(some, their_bank, rows, weight, eps) for some, their_bank in parts])
-
-
-#: In order of preference.
-CANDIDATES: tuple[Candidate[Mix], ...] = (
-    Candidate("sgl_mix_fused", refuse_fused, fused),
-    Candidate("composed", takes_anything, reference("mix_residuals")),
-)

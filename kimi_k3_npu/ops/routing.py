@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kimi_k3_npu.ops.device import Device, current
-from kimi_k3_npu.ops.limits import nothing_to_run, takes_anything
-from kimi_k3_npu.ops.registry import define, npu_kernel, reference
-from kimi_k3_npu.ops.select import Candidate, Choice, choose
+from kimi_k3_npu.ops.device import Device
+from kimi_k3_npu.ops.limits import nothing_to_run
+from kimi_k3_npu.ops.op import operator
 
 #: The fused operator sorts at most this many scores of a token, each group padded to a multiple of 32.
 MOST_EXPERTS = 2048
@@ -19,7 +18,7 @@ SORTED_TOGETHER = 32
 _SIGMOID = 1
 
 
-@define(
+@operator(
     "route(Tensor logits, Tensor bias, int top_k, int num_groups, int topk_group, bool renormalize, float scaling, "
     "bool sigmoid) -> (Tensor, Tensor)"
 )
@@ -69,8 +68,8 @@ class Routing:
     device: Device
 
 
-@npu_kernel("route")
-def route_npu(
+@route.case(Routing)
+def _case(
     logits: Tensor,
     bias: Tensor,
     top_k: int,
@@ -79,16 +78,8 @@ def route_npu(
     renormalize: bool,
     scaling: float,
     sigmoid: bool,
-) -> tuple[Tensor, Tensor]:
-    """`route` on an NPU, by the kernel that `choose_route` chooses."""
-    tokens, experts = logits.shape
-    groups = (num_groups, topk_group)
-    case = Routing(tokens, experts, top_k, *groups, renormalize, sigmoid, logits.dtype, current())
-    return choose_route(case).run(logits, bias, top_k, num_groups, topk_group, renormalize, scaling, sigmoid)
-
-
-def choose_route(case: Routing) -> Choice:
-    return choose("route", CANDIDATES, case)
+) -> tuple:
+    return *logits.shape, top_k, num_groups, topk_group, renormalize, sigmoid, logits.dtype
 
 
 def refuse_fused(case: Routing) -> str | None:
@@ -111,6 +102,7 @@ def refuse_fused(case: Routing) -> str | None:
     return None
 
 
+@route.kernel("npu_moe_gating_top_k", refuse_fused)
 def fused(
     logits: Tensor,
     bias: Tensor,
@@ -125,10 +117,3 @@ def fused(
     options = {"renorm": 0, "norm_type": _SIGMOID, "routed_scaling_factor": scaling, "eps": 1e-20}
     weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k(logits, top_k, bias=bias, **options)
     return weights, ids
-
-
-#: In order of preference.
-CANDIDATES: tuple[Candidate[Routing], ...] = (
-    Candidate("npu_moe_gating_top_k", refuse_fused, fused),
-    Candidate("composed", takes_anything, reference("route")),
-)

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from kimi_k3_npu.ops import sgl
 from kimi_k3_npu.ops.constants import constant
-from kimi_k3_npu.ops.device import Device, current
-from kimi_k3_npu.ops.limits import FLOATS, no_kernel, nothing_to_run, takes_anything, wrong_dtype
-from kimi_k3_npu.ops.registry import define, npu_kernel, reference
-from kimi_k3_npu.ops.select import Candidate, Choice, choose
+from kimi_k3_npu.ops.device import Device
+from kimi_k3_npu.ops.limits import FLOATS, no_kernel, nothing_to_run, wrong_dtype
+from kimi_k3_npu.ops.op import COMPOSED, operator
 
 #: How sgl_kernel_npu calls a list of group sizes. Its other kind, running sums, makes it read one entry too far.
 COUNTS = 1
 
 
-@define("situ_and_mul(Tensor gate_up, float beta, float? linear_beta) -> Tensor")
+@operator("situ_and_mul(Tensor gate_up, float beta, float? linear_beta) -> Tensor")
 def situ_and_mul(gate_up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
     """beta * tanh(g / beta) * sigmoid(g) * (linear_beta * tanh(u / linear_beta), or u); g | u = gate_up.
 
@@ -60,7 +59,7 @@ def gated_activation_of_groups(
     """
     if beta is None:
         return gated_activation(gate_up, None, None)
-    return choose_situ(_case(gate_up)).run(gate_up, beta, linear_beta, counts)
+    return situ_and_mul.npu(gate_up, beta, linear_beta, counts)
 
 
 @dataclass(frozen=True)
@@ -72,18 +71,9 @@ class Situ:
     device: Device
 
 
-@npu_kernel("situ_and_mul")
-def situ_and_mul_npu(gate_up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
-    """`situ_and_mul` on an NPU, by the kernel that `choose_situ` chooses."""
-    return choose_situ(_case(gate_up)).run(gate_up, beta, linear_beta, None)
-
-
-def choose_situ(case: Situ) -> Choice:
-    return choose("situ_and_mul", CANDIDATES, case)
-
-
-def _case(gate_up: Tensor) -> Situ:
-    return Situ(gate_up.numel() // max(1, gate_up.shape[-1]), gate_up.dtype, current())
+@situ_and_mul.case(Situ)
+def _case(gate_up: Tensor, beta: float, linear_beta: float | None, counts: Tensor | None = None) -> tuple:
+    return gate_up.numel() // max(1, gate_up.shape[-1]), gate_up.dtype
 
 
 def refuse_fused(case: Situ) -> str | None:
@@ -93,20 +83,15 @@ def refuse_fused(case: Situ) -> str | None:
     return wrong_dtype("gate_up", case.dtype, FLOATS)
 
 
-def fused(gate_up: Tensor, beta: float, linear_beta: float | None, counts: Tensor | None) -> Tensor:
+@situ_and_mul.kernel("sgl_situ_and_mul", refuse_fused)
+def fused(gate_up: Tensor, beta: float, linear_beta: float | None, counts: Tensor | None = None) -> Tensor:
     """Both betas are always passed: the kernel's defaults are those of one model."""
     kernel = sgl.kernel(sgl.SITU_AND_MUL)
     groups = {} if counts is None else {"group_list": counts, "group_list_type": COUNTS}
     return kernel(gate_up.contiguous(), beta=beta, linear_beta=linear_beta, **groups)
 
 
-def composed(gate_up: Tensor, beta: float, linear_beta: float | None, counts: Tensor | None) -> Tensor:
+@situ_and_mul.kernel(COMPOSED)
+def composed(gate_up: Tensor, beta: float, linear_beta: float | None, counts: Tensor | None = None) -> Tensor:
     """Basic operators over all rows, also those past the groups: their number is known to the device only."""
-    return reference("situ_and_mul")(gate_up, beta, linear_beta)
-
-
-#: In order of preference.
-CANDIDATES: tuple[Candidate[Situ], ...] = (
-    Candidate("sgl_situ_and_mul", refuse_fused, fused),
-    Candidate("composed", takes_anything, composed),
-)
+    return situ_and_mul.reference(gate_up, beta, linear_beta)

@@ -10,7 +10,6 @@ and the host code of sgl-kernel-npu. The product that is limited is B*K; M has n
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +17,9 @@ from torch import Tensor
 
 from kimi_k3_npu import envs
 from kimi_k3_npu.ops import sgl
-from kimi_k3_npu.ops.device import Cann, Device, current, parse_cann, parse_soc
+from kimi_k3_npu.ops.device import Cann, Device, parse_cann, parse_soc
 from kimi_k3_npu.ops.limits import no_kernel
-from kimi_k3_npu.ops.registry import define, npu_kernel
-from kimi_k3_npu.ops.select import Candidate, Choice, choose
+from kimi_k3_npu.ops.op import Choice, operator
 
 #: Sizes that the fused operator counts in 16 bits must stay below this.
 INNER_LIMIT = 65536
@@ -46,19 +44,13 @@ class Bmm:
     device: Device
 
 
-@define("v_up(Tensor x, Tensor w) -> Tensor")
+@operator("v_up(Tensor x, Tensor w) -> Tensor")
 def v_up(x: Tensor, w: Tensor) -> Tensor:
     """Each head's latent through its value matrix: x [M, B, K], w [B, K, N] -> contiguous [M, B, N].
 
     Any strides, any M (an idle rank has none), one floating-point dtype for x, w and the result.
     """
     return bmm(x, w)
-
-
-@npu_kernel("v_up")
-def v_up_npu(x: Tensor, w: Tensor) -> Tensor:
-    """`v_up` on an NPU, by the kernel that `select_v_up` chooses. Raises ValueError if the operands do not fit."""
-    return run_bmm("v_up", x, w, choose_v_up)
 
 
 def select_v_up(
@@ -91,14 +83,7 @@ def select_v_up(
     Raises:
         LaunchError: KIMI_K3_NPU_V_UP names a kernel that does not exist or refuses this case.
     """
-    return choose_v_up(Bmm(M, B, K, N, dtype, contiguous, _device(soc, cann, have_sgl_kernel_npu)))
-
-
-def choose_v_up(case: Bmm) -> Choice:
-    """As `select_v_up`, for a case that is already put together."""
-    # Nothing is launched for an idle rank, so nothing is forced on it.
-    forced = envs.one_of(envs.V_UP, [candidate.name for candidate in CANDIDATES]) if case.M else None
-    return choose("v_up", CANDIDATES, case, forced)
+    return v_up.choose(Bmm(M, B, K, N, dtype, contiguous, _device(soc, cann, have_sgl_kernel_npu)))
 
 
 def _device(soc: str, cann: str | tuple[int, ...] | None, have_sgl_kernel_npu: bool) -> Device:
@@ -106,20 +91,28 @@ def _device(soc: str, cann: str | tuple[int, ...] | None, have_sgl_kernel_npu: b
     return Device(parse_soc(soc), None if cann is None else parse_cann(cann), packages)
 
 
-def run_bmm(op: str, x: Tensor, w: Tensor, choose_kernel: Callable[[Bmm], Choice]) -> Tensor:
-    """[M, B, K] x [B, K, N] by the kernel that `choose_kernel` picks for the current device; none for M = 0.
+def sizes_of(op: str, x: Tensor, w: Tensor) -> tuple | None:
+    """What decides about kernels for [M, B, K] x [B, K, N]; None for M = 0, when nothing is launched.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, which torch_npu's own shape functions let pass.
     """
-    if x.dim() != 3 or w.dim() != 3 or x.shape[1:] != w.shape[:2] or x.dtype != w.dtype:
-        found = f"{list(x.shape)} {x.dtype} and {list(w.shape)} {w.dtype}"
+    left, right, dtype = x.shape, w.shape, x.dtype
+    if len(left) != 3 or len(right) != 3 or left[1] != right[0] or left[2] != right[1] or dtype != w.dtype:
+        found = f"{list(left)} {dtype} and {list(right)} {w.dtype}"
         raise ValueError(f"{op} multiplies [M, B, K] by [B, K, N] of the same dtype, got {found}")
-    (M, B, K), N = x.shape, w.shape[2]
-    if M == 0:
-        return x.new_empty(M, B, N)
-    case = Bmm(M, B, K, N, x.dtype, x.is_contiguous() and w.is_contiguous(), current())
-    return choose_kernel(case).run(x, w)
+    return (*left, right[2], dtype, x.is_contiguous() and w.is_contiguous()) if left[0] else None
+
+
+@v_up.case(Bmm)
+def _case(x: Tensor, w: Tensor) -> tuple | None:
+    return sizes_of("v_up", x, w)
+
+
+@v_up.forced
+def _forced(case: Bmm) -> str | None:
+    """Nothing is launched for an idle rank, so nothing is forced on it."""
+    return envs.one_of(envs.V_UP, [kernel.name for kernel in v_up.kernels]) if case.M else None
 
 
 def refuse_token_major(case: Bmm) -> str | None:
@@ -171,21 +164,20 @@ def refuse_batch_matmul_transpose(case: Bmm) -> str | None:
     return None
 
 
-def takes_anything(case: Bmm) -> None:
-    """torch.bmm has no limit that a model can reach."""
-
-
+@v_up.kernel("transpose_batchmatmul", refuse_token_major)
 def token_major(x: Tensor, w: Tensor) -> Tensor:
     """One launch: the fused operator reads x as it lies, [M, B, K]. Either operand may be a view."""
     return torch.ops.npu.npu_transpose_batchmatmul(x, w, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2])
 
 
+@v_up.kernel("transpose_batchmatmul_head_major", refuse_head_major)
 def head_major(x: Tensor, w: Tensor) -> Tensor:
     """The fused operator after a copy of x to [B, M, K], whose rows are K apart, not B*K."""
     x = contiguous(x.transpose(0, 1))
     return torch.ops.npu.npu_transpose_batchmatmul(x, w, perm_x1=[0, 1, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2])
 
 
+@v_up.kernel("batch_matmul_transpose", refuse_batch_matmul_transpose)
 def batch_matmul_transpose(x: Tensor, w: Tensor) -> Tensor:
     """sgl_kernel_npu's kernel, which writes into its third argument."""
     importlib.import_module("sgl_kernel_npu")  # registers the operator
@@ -194,6 +186,7 @@ def batch_matmul_transpose(x: Tensor, w: Tensor) -> Tensor:
     return out
 
 
+@v_up.kernel("bmm")
 def bmm(x: Tensor, w: Tensor) -> Tensor:
     """torch.bmm between two transpositions."""
     return contiguous(torch.bmm(x.transpose(0, 1), w).transpose(0, 1))
@@ -202,12 +195,3 @@ def bmm(x: Tensor, w: Tensor) -> Tensor:
 def contiguous(x: Tensor) -> Tensor:
     """`x.contiguous()`, which torch_npu gives a kernel that asks for a device even when x is a fake tensor."""
     return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-
-
-#: In order of preference.
-CANDIDATES: tuple[Candidate[Bmm], ...] = (
-    Candidate("transpose_batchmatmul", refuse_token_major, token_major),
-    Candidate("transpose_batchmatmul_head_major", refuse_head_major, head_major),
-    Candidate("batch_matmul_transpose", refuse_batch_matmul_transpose, batch_matmul_transpose),
-    Candidate("bmm", takes_anything, bmm),
-)

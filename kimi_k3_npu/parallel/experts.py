@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.ops.device import current
-from kimi_k3_npu.ops.limits import takes_anything
 from kimi_k3_npu.ops.mc2 import (
     Communicator,
     Exchange,
@@ -24,7 +23,7 @@ from kimi_k3_npu.ops.mc2 import (
     mc2,
     refuse_mc2,
 )
-from kimi_k3_npu.ops.select import Candidate, Choice, choose
+from kimi_k3_npu.ops.op import Choice, Kernel, choose, takes_anything
 from kimi_k3_npu.parallel.groups import Group
 
 
@@ -73,9 +72,9 @@ class Mc2:
 
     def __init__(self, group: Group, num_experts: int, otherwise: ExpertDispatch) -> None:
         self.group, self.num_experts = group, num_experts
-        self._candidates = (
-            Candidate("mc2", refuse_mc2, self._mc2),
-            Candidate[Exchange]("alltoall", takes_anything, otherwise),
+        self._kernels = (
+            Kernel("mc2", refuse_mc2, self._mc2),
+            Kernel[Exchange]("alltoall", takes_anything, otherwise),
         )
 
     def __call__(self, z: Tensor, weights: Tensor, ids: Tensor, experts: ExpertsFunction, largest: int) -> Tensor:
@@ -95,7 +94,7 @@ class Mc2:
 
     def choose(self, case: Exchange) -> Choice:
         """Which of the two takes `case`: the same on every rank, as every rank has the same case."""
-        choice = choose("moe_dispatch", self._candidates, case)
+        choice = choose("moe_dispatch", self._kernels, case)
         if choice.refused and (reason := refuse_mc2(replace(case, rows=1))):
             warnings.warn(f"dispatch=mc2 is never used here, alltoall takes its place: {reason}", stacklevel=2)
         return choice

@@ -13,12 +13,12 @@ import torch
 from kimi_k3_npu.config import MXFP4_GROUP, KimiK3Config
 from kimi_k3_npu.errors import LayoutError
 from kimi_k3_npu.ops.device import Device, parse_cann
-from kimi_k3_npu.ops.experts import Mxfp4Visit, choose_experts, choose_experts_mxfp4
-from kimi_k3_npu.ops.experts_int4 import Int4Visit, choose_int4_group, choose_w4a8
+from kimi_k3_npu.ops.experts import Mxfp4Visit, moe_experts, moe_experts_mxfp4
+from kimi_k3_npu.ops.experts_int4 import Int4Visit, moe_experts_int4_group, moe_experts_w4a8
 from kimi_k3_npu.ops.grouped import Visit
 from kimi_k3_npu.ops.limits import SGL_KERNEL_NPU
 from kimi_k3_npu.ops.mc2 import Exchange, refuse_mc2
-from kimi_k3_npu.ops.select import Choice
+from kimi_k3_npu.ops.op import Choice
 from kimi_k3_npu.plan.kernels import LayerKernel, Situation, layer_kernels
 from kimi_k3_npu.plan.memory import GIB, MEGABYTE, Memory, memory
 from kimi_k3_npu.recipes.engine_flags import EngineFlags
@@ -314,10 +314,10 @@ def expert_choice(config: KimiK3Config, of: Serving, form: CheckpointFormat, dev
     pairs = (tokens * text.num_experts_per_token, 1) if layout.uses_all_to_all else (tokens, text.num_experts_per_token)
     visit = Visit(*pairs, held, 0, text.expert_hidden_size, inner, torch.bfloat16, device)
     if form == "mxfp4":
-        return choose_experts_mxfp4(Mxfp4Visit(visit, nz=True))
+        return moe_experts_mxfp4.choose(Mxfp4Visit(visit, nz=True))
     if form == "int4x2":
-        return choose_int4_group(Int4Visit(visit, prepared=True))
-    return choose_experts(visit) if form == "bf16" else choose_w4a8(Int4Visit(visit, prepared=True))
+        return moe_experts_int4_group.choose(Int4Visit(visit, prepared=True))
+    return moe_experts.choose(visit) if form == "bf16" else moe_experts_w4a8.choose(Int4Visit(visit, prepared=True))
 
 
 @check

@@ -13,23 +13,22 @@ from typing import Literal
 import torch
 
 from kimi_k3_npu.config import KimiK3Config, TextConfig
-from kimi_k3_npu.ops.attention import choose_causal_attention, choose_latent_attention
+from kimi_k3_npu.ops.attention import PAGE, Expanded, Latent, causal_attention, latent_attention
 from kimi_k3_npu.ops.device import Device
-from kimi_k3_npu.ops.experts import Mxfp4Visit, choose_experts, choose_experts_mxfp4
-from kimi_k3_npu.ops.experts_int4 import Int4Visit, choose_int4_group, choose_w4a8
-from kimi_k3_npu.ops.fused_attention import PAGE, Expanded, Latent
-from kimi_k3_npu.ops.fused_kda import Chunked, Gate
+from kimi_k3_npu.ops.experts import Mxfp4Visit, moe_experts, moe_experts_mxfp4
+from kimi_k3_npu.ops.experts_int4 import Int4Visit, moe_experts_int4_group, moe_experts_w4a8
 from kimi_k3_npu.ops.grouped import Visit
-from kimi_k3_npu.ops.kda import choose_chunk, choose_gate
+from kimi_k3_npu.ops.kda import Gate, kda_gate
+from kimi_k3_npu.ops.kda_chunk import Chunked, kda_chunk
 from kimi_k3_npu.ops.mc2 import Exchange, communicator_buffer, refuse_mc2
-from kimi_k3_npu.ops.norm import Norm, choose_rms_norm
-from kimi_k3_npu.ops.q_absorb import choose_q_absorb
-from kimi_k3_npu.ops.quant_linear import Linear, choose_w8a8
-from kimi_k3_npu.ops.residual import Mix, choose_mix
-from kimi_k3_npu.ops.routing import Routing, choose_route
-from kimi_k3_npu.ops.select import Choice
-from kimi_k3_npu.ops.situ import Situ, choose_situ
-from kimi_k3_npu.ops.v_up import Bmm, choose_v_up
+from kimi_k3_npu.ops.norm import Norm, rms_norm
+from kimi_k3_npu.ops.op import Choice
+from kimi_k3_npu.ops.q_absorb import q_absorb
+from kimi_k3_npu.ops.quant_linear import Linear, w8a8_linear
+from kimi_k3_npu.ops.residual import Mix, mix_residuals
+from kimi_k3_npu.ops.routing import Routing, route
+from kimi_k3_npu.ops.situ import Situ, situ_and_mul
+from kimi_k3_npu.ops.v_up import Bmm, v_up
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.resources import resource_path
 
@@ -127,7 +126,7 @@ def _row(block: Block, choice: Choice, now: Situation, shape: str, phase: Phase 
 
 def _norm(block: Block, now: Situation, *shape: int, fp32: bool = False) -> LayerKernel:
     dtype = torch.float32 if fp32 else now.dtype
-    choice = choose_rms_norm(Norm(shape, dtype, dtype, now.device))
+    choice = rms_norm.choose(Norm(shape, dtype, dtype, now.device))
     return _row(block, choice, now, f"[T, {', '.join(map(str, shape[1:]))}]" + " fp32" * fp32)
 
 
@@ -136,13 +135,13 @@ def _every_layer(config: TextConfig, now: Situation) -> Iterator[LayerKernel]:
     if block := config.attn_res_block_size:
         most = -(-config.num_hidden_layers // block)
         case = Mix(now.tokens, most, config.hidden_size, now.dtype, True, now.device)
-        yield _row("every layer", choose_mix(case), now, f"[T, 1..{most} + 1, {config.hidden_size}]")
+        yield _row("every layer", mix_residuals.choose(case), now, f"[T, 1..{most} + 1, {config.hidden_size}]")
 
 
 def _kda(config: TextConfig, now: Situation) -> Iterator[LayerKernel]:
     h, d, T = config.kda_num_heads // now.layout.attn_tp, config.kda_head_dim, now.tokens
-    yield _row("KDA", choose_gate(Gate(T, h, d, now.dtype, now.device)), now, f"[T, {h}, {d}]")
-    chunked = choose_chunk(Chunked((T,), h, d, d, now.dtype, now.device))
+    yield _row("KDA", kda_gate.choose(Gate(T, h, d, now.dtype, now.device)), now, f"[T, {h}, {d}]")
+    chunked = kda_chunk.choose(Chunked(T, 1, T == 0, h, d, d, now.dtype, now.device))
     yield _row("KDA", chunked, now, f"[T, {h}, {d}], state [{h}, {d}, {d}]", "prefill")
     yield _norm("KDA", now, T, h, d, fp32=True)
 
@@ -153,15 +152,14 @@ def _mla(config: TextConfig, now: Situation) -> Iterator[LayerKernel]:
     if config.q_lora_rank:
         yield _norm("MLA", now, T, config.q_lora_rank)
     yield _norm("MLA", now, T, R)
-    absorb = choose_q_absorb(Bmm(T, h, n, R, now.dtype, False, now.device))  # the queries are a view
+    absorb = q_absorb.choose(Bmm(T, h, n, R, now.dtype, False, now.device))  # the queries are a view
     yield _row("MLA", absorb, now, f"[T, {h}, {n}] x [{h}, {n}, {R}]")
     capacity = -(-now.context // PAGE) * PAGE
-    lens = ((1,) * T, (now.context,) * T, T, capacity)
-    latent = Latent(h, (R, r), *lens, now.dtype, now.dtype, True, now.device)
-    yield _row("MLA", choose_latent_attention(latent), now, f"[T, {h}, {R} + {r}] over {now.context} rows", "decode")
-    up = choose_v_up(Bmm(T, h, R, v, now.dtype, True, now.device))
+    latent = Latent(T, h, (R, r), T, capacity, now.dtype, now.dtype, True, now.device)
+    yield _row("MLA", latent_attention.choose(latent), now, f"[T, {h}, {R} + {r}] over {now.context} rows", "decode")
+    up = v_up.choose(Bmm(T, h, R, v, now.dtype, True, now.device))
     yield _row("MLA", up, now, f"[T, {h}, {R}] x [{h}, {R}, {v}]")
-    expanded = choose_causal_attention(Expanded(h, (n + r, v), (T,), (T,), now.dtype, now.device))
+    expanded = causal_attention.choose(Expanded(T, T, 1, h, (n + r, v), now.dtype, now.device))
     yield _row("MLA", expanded, now, f"[T, {h}, {n + r}], values [T, {h}, {v}]", "prefill")
 
 
@@ -169,7 +167,7 @@ def _moe(config: TextConfig, now: Situation) -> Iterator[LayerKernel]:
     experts, k = config.num_experts, config.num_experts_per_token
     groups, sigmoid = (config.num_expert_group, config.topk_group), config.moe_router_activation_func == "sigmoid"
     routing = Routing(now.own, experts, k, *groups, config.moe_renormalize, sigmoid, torch.float32, now.device)
-    yield _row("MoE", choose_route(routing), now, f"[R, {experts}] fp32, top {k}")
+    yield _row("MoE", route.choose(routing), now, f"[R, {experts}] fp32, top {k}")
     if now.layout.moe_dispatch == "mc2":
         yield _dispatch(config, now)
     if config.routed_expert_hidden_size and config.latent_moe_use_norm:
@@ -204,7 +202,7 @@ def _dispatch(config: TextConfig, now: Situation) -> LayerKernel:
 def _activation(block: Block, config: TextConfig, width: int, rows: int, now: Situation) -> Iterator[LayerKernel]:
     """SiTU of an MLP, `width` of it on this rank. SiLU has no kernel of its own."""
     if config.activation_betas[0] is not None:
-        yield _row(block, choose_situ(Situ(rows, now.dtype, now.device)), now, f"[R, 2 x {width}]")
+        yield _row(block, situ_and_mul.choose(Situ(rows, now.dtype, now.device)), now, f"[R, 2 x {width}]")
 
 
 def _experts(config: TextConfig, now: Situation) -> Iterator[LayerKernel]:
@@ -214,10 +212,10 @@ def _experts(config: TextConfig, now: Situation) -> Iterator[LayerKernel]:
     pairs = (now.own * k, 1) if now.layout.uses_all_to_all else (now.own, k)
     visit = Visit(*pairs, held, 0, width, inner, now.dtype, now.device)
     choices = (
-        choose_experts(visit),
-        choose_experts_mxfp4(Mxfp4Visit(visit, nz=True)),
-        choose_w4a8(Int4Visit(visit, prepared=True)),
-        choose_int4_group(Int4Visit(visit, prepared=True)),
+        moe_experts.choose(visit),
+        moe_experts_mxfp4.choose(Mxfp4Visit(visit, nz=True)),
+        moe_experts_w4a8.choose(Int4Visit(visit, prepared=True)),
+        moe_experts_int4_group.choose(Int4Visit(visit, prepared=True)),
     )
     for choice in choices:
         yield _row("MoE", choice, now, f"[R, {width}] to {held} experts of {inner}")
@@ -227,4 +225,4 @@ def _int8_mlp(block: Block, config: TextConfig, width: int, now: Situation) -> I
     """The two linear layers of an MLP, `width` of it on this rank."""
     for inputs, outputs in ((config.hidden_size, 2 * width), (width, config.hidden_size)):
         case = Linear(now.own, inputs, outputs, now.dtype, torch.float32, now.device)
-        yield _row(block, choose_w8a8(case), now, f"[R, {inputs}] x [{inputs}, {outputs}] int8")
+        yield _row(block, w8a8_linear.choose(case), now, f"[R, {inputs}] x [{inputs}, {outputs}] int8")

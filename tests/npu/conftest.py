@@ -104,6 +104,15 @@ def stand_in(pytestconfig: pytest.Config) -> bool:
 
 
 @pytest.fixture(autouse=True)
+def nothing_chosen() -> None:
+    """Tests lift limits and force kernels, so each chooses anew."""
+    from kimi_k3_npu.ops.op import OPS
+
+    for op in OPS.values():
+        op.forget()
+
+
+@pytest.fixture(autouse=True)
 def inference_mode() -> Iterator[None]:
     """As in serving; torch_npu's operators then reach their kernels without passing through autograd."""
     import torch

@@ -11,6 +11,8 @@ import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence.md"
 PAGE_TESTS, PAGE_TEST = "test_evidence.py", "test_the_page_says_what_the_tests_show"
 NAME = "evidence"
 
+#: What is chosen as kernels are and is no operator of torch.
+DISPATCH = (("moe_dispatch", "mc2"), ("moe_dispatch", "alltoall"))
 #: Tests that compare the numbers of a kernel in processes of their own, where they check themselves that it ran.
 IN_OTHER_PROCESSES = {"test_every_layout_gives_the_oracles_logits": ("moe_dispatch", "mc2")}
 
@@ -38,6 +42,8 @@ Written by `python -m tests.npu.evidence` from what passing tests of tests/npu l
 date. The level of a kernel is the highest that it has reached:
 
 {levels}
+
+n/a: the kernel is the operator's reference, made of basic operators: there is nothing to hold it against.
 
 Kernels `sgl_*` and `batch_matmul_transpose` are of the package sgl_kernel_npu. Its schemas and limits were written down
 from its source, so levels 1 and 2 hold these kernels against our reading of it, not against the package.
@@ -69,70 +75,40 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        from kimi_k3_npu.ops import registry, select
+        from kimi_k3_npu.ops import op
 
-        early = [name for name in sys.modules if name.startswith("kimi_k3_npu.ops.")]
-        assert set(early) <= {registry.__name__, select.__name__}, early
         #: (operator, kernel) -> level -> where it was shown.
         self.shown: dict[tuple[str, str], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-        #: Operator -> its kernels, in order of preference.
-        self.tables: dict[str, list[str]] = {}
         self.is_whole_suite, self._some_left_out = False, False
-        self._launched: list[tuple[set[str], str, int]] = []
-        self._operators: list[str] = []
-        self._wrap_registry(registry)
-        self._wrap_choosing(select)
+        self._launched: list[tuple[str, str, int]] = []
+        add, run = op.Op.add, op.Choice.run
 
-    def _wrap_registry(self, registry: Any) -> None:
-        """An operator that never chooses is its own only kernel."""
-        register = registry.npu_kernel
-
-        def npu_kernel(op: str) -> Callable[[Callable], Callable]:
-            return lambda kernel: register(op)(self._recorded(kernel, kernel.__name__, lambda: {op}))
-
-        registry.npu_kernel = npu_kernel
-
-    def _wrap_choosing(self, select: Any) -> None:
-        make, run, choose = select.Candidate.__init__, select.Choice.run, select.choose
-        owners: dict[Callable, set[str]] = defaultdict(set)
-
-        def make_recorded(candidate: Any, name: str, refuse: Callable, launch: Callable) -> None:
-            def operators() -> set[str]:
-                """The one that chose it; of a candidate that a test launches by itself, all that could."""
-                return set(self._operators[-1:]) or owners[recorded]
-
-            recorded = self._recorded(launch, name, operators)
-            make(candidate, name, refuse, recorded)
-
-        def choose_noted(op: str, candidates: Sequence[Any], *arguments: Any, **options: Any) -> Any:
-            self.tables.setdefault(op, [candidate.name for candidate in candidates])
-            for candidate in candidates:
-                owners[candidate.launch].add(op)
-            return choose(op, candidates, *arguments, **options)
+        def add_recorded(operator: Any, kernel: Any) -> None:
+            launch = getattr(kernel.launch, "__wrapped__", kernel.launch)  # two operators may share a function
+            add(operator, replace(kernel, launch=self._recorded(operator.name, kernel.name, launch)))
 
         def run_noted(choice: Any, *arguments: Any) -> Any:
-            self._operators.append(choice.op)
-            try:
+            """The dispatch of experts is chosen as kernels are, but is no operator of torch."""
+            if choice.op in op.OPS:
                 return run(choice, *arguments)
-            finally:
-                self._operators.pop()
+            return self._recorded(choice.op, choice.name, partial(run, choice))(*arguments)
 
-        select.Candidate.__init__, select.Choice.run, select.choose = make_recorded, run_noted, choose_noted
+        assert not op.OPS, f"{sorted(op.OPS)} were declared before their kernels could be wrapped"
+        op.Op.add, op.Choice.run = add_recorded, run_noted
 
-    def _recorded(self, kernel: Callable, name: str, operators: Callable[[], set[str]]) -> Callable:
-        @functools.wraps(kernel)
+    def _recorded(self, op: str, kernel: str, launch: Callable) -> Callable:
+        @functools.wraps(launch, updated=())
         def recorded(*arguments: Any, **options: Any) -> Any:
-            result = kernel(*arguments, **options)
-            self._launched.append((operators(), name, level_of(arguments)))
+            result = launch(*arguments, **options)
+            self._launched.append((op, kernel, level_of(arguments)))
             return result
 
         return recorded
 
     def keep(self, where: str) -> None:
         """What was launched since the last time stood the test."""
-        for operators, kernel, level in self._launched:
-            for op in operators:
-                self.shown[op, kernel][level].add(where)
+        for op, kernel, level in self._launched:
+            self.shown[op, kernel][level].add(where)
         self._launched.clear()
 
     def drop(self) -> None:
@@ -164,18 +140,22 @@ class Recorder:
         levels = "\n".join(f"{level}. {meaning}" for level, meaning in LEVELS.items())
         return HEAD.format(levels=levels) + "".join(f"{row}\n" for row in self.rows())
 
-    def kernels(self) -> dict[str, list[str]]:
-        """The kernels of every operator that has any, in order of preference."""
-        from kimi_k3_npu.ops.registry import NPU_KERNELS
+    def kernels(self) -> Iterator[tuple[str, str, bool]]:
+        """Operator, kernel, and whether the kernel is the operator's reference, which cannot differ from itself."""
+        from kimi_k3_npu.ops.op import npu_operators
 
-        return {op: self.tables.get(op) or [NPU_KERNELS[op].__name__] for op in sorted({*NPU_KERNELS, *self.tables})}
+        rows = [
+            (name, kernel.name, kernel.launch is op.reference)
+            for name, op in npu_operators().items()
+            for kernel in op.kernels
+        ]
+        yield from sorted([*rows, *((*kernel, False) for kernel in DISPATCH)], key=lambda row: row[0])
 
     def rows(self) -> Iterator[str]:
-        for op, kernels in self.kernels().items():
-            for kernel in kernels:
-                shown = self.shown.get((op, kernel), {})
-                where = (", ".join(sorted(shown.get(level, ()))) for level in (SCHEMA, NUMBERS, DEVICE))
-                yield f"| {op} | {kernel} | {max(shown, default=0)} | {' | '.join(where)} |"
+        for op, kernel, is_reference in self.kernels():
+            shown = {} if is_reference else self.shown.get((op, kernel), {})
+            where = (", ".join(sorted(shown.get(level, ()))) for level in (SCHEMA, NUMBERS, DEVICE))
+            yield f"| {op} | {kernel} | {'n/a' if is_reference else max(shown, default=0)} | {' | '.join(where)} |"
 
 
 def level_of(arguments: Sequence[Any]) -> int:

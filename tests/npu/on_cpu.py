@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from kimi_k3_npu import ops
-from kimi_k3_npu.ops import registry
+from kimi_k3_npu.ops.op import OPS
 
 for module in pkgutil.iter_modules(ops.__path__):
     importlib.import_module(f"{ops.__name__}.{module.name}")
@@ -20,8 +20,9 @@ for module in pkgutil.iter_modules(ops.__path__):
 def on_cpu() -> Iterator[None]:
     """Inside the block every operator that has an NPU kernel runs it on CPU tensors."""
     library = torch.library.Library("kimi_k3", "IMPL")
-    for name, kernel in (registry.NPU_KERNELS | registry.NPU_LAYOUTS).items():
-        library.impl(name, kernel, "CPU")
+    for name, op in OPS.items():
+        if kernel := op.npu_layout or (op.kernels and op.npu):
+            library.impl(name, kernel, "CPU")
     try:
         yield
     finally:

@@ -17,9 +17,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from kimi_k3_npu import ops
-from kimi_k3_npu.ops import experts, registry
+from kimi_k3_npu.ops import experts
 from kimi_k3_npu.ops.device import Device, parse_cann
-from kimi_k3_npu.ops.select import CHOSEN
+from kimi_k3_npu.ops.op import CHOSEN, OPS, npu_operators
 from tests.npu.emulation import with_sgl_kernel_npu
 from tests.npu.fakes import fake_npu
 
@@ -210,7 +210,7 @@ CHOSEN_ON = {
     "dynamic_quant_int8": ("npu_dynamic_quant", "npu_dynamic_quant"),
     "w8a8_linear": ("npu_quant_matmul", "npu_quant_matmul"),
     "as_nz": ("npu_format_cast", "npu_format_cast"),
-    "int4_matrix": (None, None),
+    "int4_matrix": ("npu_convert_weight_to_int4pack",) * 2,
 }
 #: Without the package.
 COMPOSED_WITHOUT_SGL = ("situ_and_mul", "mix_residuals", "kda_gate", "kda_chunk")
@@ -219,7 +219,7 @@ DATA_DEPENDENT = [name for name in CASES if name.startswith("moe_experts")]
 
 
 def test_every_kernel_has_a_case():
-    assert set(CASES) == set(CHOSEN_ON) == set(registry.NPU_KERNELS)
+    assert set(CASES) == set(CHOSEN_ON) == set(npu_operators())
 
 
 @pytest.fixture(autouse=True)
@@ -234,7 +234,7 @@ def check(name: str, size: Size, device: Device) -> str | None:
     try:
         with fake_npu(device) as empty:
             arguments, results = CASES[name](empty, size)
-            out = registry.NPU_KERNELS[name](*arguments)
+            out = OPS[name].npu(*arguments)
     except DataDependentOutputException:
         assert name in DATA_DEPENDENT
         assert CHOSEN[name, "composed"] == 1
@@ -267,6 +267,6 @@ def test_contract_without_sgl_kernel_npu(name: str, attn_tp: int):
     assert {check(name, Size(attn_tp, tokens), device) for tokens in (0, 1, 1025)} == {"composed"}
 
 
-@pytest.mark.parametrize("name", registry.NPU_KERNELS)
+@pytest.mark.parametrize("name", npu_operators())
 def test_the_dispatcher_has_the_kernel_for_npu_tensors(name: str):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"kimi_k3::{name}", "PrivateUse1")

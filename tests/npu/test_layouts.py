@@ -19,7 +19,7 @@ from kimi_k3_npu.ops import experts, formats
 from kimi_k3_npu.ops.cases import INT8_ROWS_TWICE, MXFP8_ROWS, Tolerance
 from kimi_k3_npu.ops.device import Device, assume, parse_cann
 from kimi_k3_npu.ops.experts_int4 import w4a8_bias
-from kimi_k3_npu.ops.select import CHOSEN
+from kimi_k3_npu.ops.op import CHOSEN
 from kimi_k3_npu.parallel.mesh import Mesh
 from tests.npu.emulation import fresh, install
 from tests.npu.emulation.weights import nz_tiles

@@ -15,14 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kimi_k3_npu.ops import attention, op
 from kimi_k3_npu.ops import experts as experts_module
-from kimi_k3_npu.ops import fused_attention, registry, select
 from kimi_k3_npu.ops.device import Device, assume, parse_cann
 from kimi_k3_npu.ops.experts_int4 import prepare_int4_group, prepare_mxfp4_as_int4, prepare_w4a8
-from kimi_k3_npu.ops.formats import as_nz_npu
 from kimi_k3_npu.ops.int4 import from_offset, pack_columns, pack_rows
-from kimi_k3_npu.ops.registry import reference
-from kimi_k3_npu.ops.select import Choice
+from kimi_k3_npu.ops.op import OPS, Choice, npu_operators
 from tests.npu.emulation import fresh, install, with_sgl_kernel_npu
 from tests.npu.emulation.weights import nz_tiles
 from tests.npu.on_cpu import on_cpu
@@ -55,18 +53,16 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Candidates that ran although they refuse the case that was chosen for."""
     found: list[str] = []
-    choose = select.choose
+    choose = op.choose
 
-    def checked(op: str, candidates: Any, case: Any, forced: str | None = None) -> Choice:
-        choice = choose(op, candidates, case, forced)
+    def checked(name: str, candidates: Any, case: Any, forced: str | None = None) -> Choice:
+        choice = choose(name, candidates, case, forced)
         (candidate,) = [each for each in candidates if each.name == choice.name]
         if reason := candidate.refuse(case):
-            found.append(f"{op}: {choice.name} refuses {case}: {reason}")
+            found.append(f"{name}: {choice.name} refuses {case}: {reason}")
         return choice
 
-    for name, module in list(__import__("sys").modules.items()):
-        if name.startswith("kimi_k3_npu.ops.") and getattr(module, "choose", None) is choose:
-            monkeypatch.setattr(module, "choose", checked)
+    monkeypatch.setattr(op, "choose", checked)
     return found
 
 
@@ -181,7 +177,7 @@ def moe_experts_mxfp4(draw: Draw, device: Device) -> tuple:
     inner = draw(st.sampled_from([128, 160]))
     w13, w2 = mxfp4(held, 2 * inner, width), mxfp4(held, width, inner)
     if draw(st.booleans()):
-        w13, w2 = (as_nz_npu(w13[0], True), w13[1]), (as_nz_npu(w2[0], True), w2[1])
+        w13, w2 = (OPS["as_nz"].npu(w13[0], True), w13[1]), (OPS["as_nz"].npu(w2[0], True), w2[1])
     return x, weights, ids, *w13, *w2, first, 4.0, 25.0
 
 
@@ -252,7 +248,7 @@ ARGUMENTS["q_absorb"] = v_up
 
 
 def test_every_kernel_is_tried():
-    assert set(ARGUMENTS) == set(registry.NPU_KERNELS)
+    assert set(ARGUMENTS) == set(npu_operators())
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -268,16 +264,14 @@ def test_what_is_chosen_runs_within_the_limits(name: str, refused: list[str], da
     device = data.draw(DEVICES)
     with assume(device):
         arguments = ARGUMENTS[name](data.draw, device)
-        got = registry.NPU_KERNELS[name](*arguments)
+        got = OPS[name].npu(*arguments)
     assert not refused
-    want = reference(name)(*arguments)
+    want = OPS[name].reference(*arguments)
     for a, b in zip(*((x,) if isinstance(x, Tensor) else x for x in (got, want)), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert torch.equal(a.isnan(), b.isnan())
 
 
 def test_limits_of_the_absorbed_form_that_no_memory_holds():
-    case = fused_attention.Latent(
-        *(12, (512, 64), (1,), (5,), 8192, 512, BF16, BF16, True, Device("a3", parse_cann("9.1")))
-    )
-    assert fused_attention.refuse_latent(case) == "the pool has 2147483648 elements, must be below 2^31"
+    case = attention.Latent(1, 12, (512, 64), 8192, 512, BF16, BF16, True, Device("a3", parse_cann("9.1")))
+    assert attention.refuse_latent(case) == "the pool has 2147483648 elements, must be below 2^31"

@@ -23,7 +23,7 @@ from kimi_k3_npu.ops.mc2 import (
     mc2,
     refuse_mc2,
 )
-from kimi_k3_npu.ops.select import CHOSEN
+from kimi_k3_npu.ops.op import CHOSEN
 from kimi_k3_npu.parallel.experts import Mc2
 from kimi_k3_npu.parallel.groups import Group
 from tests.parallel.launch import SAMPLE_OR_ALL, Take, launch, score_cases
@@ -119,9 +119,9 @@ def test_contract_at_full_size(device: Device, ranks: int, experts: int, rows: i
 
 def carrier(used: list[str], monkeypatch: pytest.MonkeyPatch, ranks: int = 64) -> Mc2:
     found = Mc2(Group("mc2", 0, ranks), EXPERTS, lambda z, *_: used.append("alltoall") or z)
-    found._candidates = (
-        replace(found._candidates[0], launch=lambda z, *_: used.append("mc2") or z),
-        found._candidates[1],
+    found._kernels = (
+        replace(found._kernels[0], launch=lambda z, *_: used.append("mc2") or z),
+        found._kernels[1],
     )
     monkeypatch.setenv("HCCL_BUFFSIZE", "8000")
     return found

@@ -21,10 +21,10 @@ from kimi_k3_npu.model.cache import ModelCache
 from kimi_k3_npu.model.kda import KimiDeltaAttention
 from kimi_k3_npu.model.mla import MultiHeadLatentAttention
 from kimi_k3_npu.model.moe import GatheredMoE
-from kimi_k3_npu.ops import fused_attention, registry, v_up
+from kimi_k3_npu.ops import attention, v_up
 from kimi_k3_npu.ops.device import Device, assume, parse_cann
 from kimi_k3_npu.ops.limits import FLOATS
-from kimi_k3_npu.ops.select import CHOSEN
+from kimi_k3_npu.ops.op import CHOSEN, npu_operators
 from kimi_k3_npu.parallel.mesh import Mesh
 from kimi_k3_npu.parallel.shard import Layer, layers
 from tests.npu.emulation import calls, fresh, install, lifted, with_sgl_kernel_npu
@@ -50,10 +50,10 @@ LIFTED = (
     ("npu_transpose_batchmatmul", "alignment"),
 )
 LIFTED_IN_SELECTORS = (
-    (fused_attention, "LATENT_SIZES", Anything()),
-    (fused_attention, "EXPANDED_SIZES", Anything()),
-    (fused_attention, "HALVES", FLOATS),
-    (fused_attention, "EXPANDED_DTYPES", FLOATS),
+    (attention, "LATENT_SIZES", Anything()),
+    (attention, "EXPANDED_SIZES", Anything()),
+    (attention, "HALVES", FLOATS),
+    (attention, "EXPANDED_DTYPES", FLOATS),
     (v_up, "ALIGNMENT", 1),
 )
 
@@ -152,7 +152,7 @@ def test_every_kernel_has_run(oracle: Callable, tiny_sizes: list[str]):
     with on_cpu(), assume(A3):
         for form in ("absorbed", "expanded"):
             passes(oracle("k3").model, prompts, (3,), form=form)
-    assert {op for op, _ in CHOSEN} | NOT_IN_THE_ORACLE == set(registry.NPU_KERNELS)
+    assert {op for op, _ in CHOSEN} | NOT_IN_THE_ORACLE == set(npu_operators())
     assert set(CHOSEN) == {
         ("rms_norm", "npu_rms_norm"),
         ("situ_and_mul", "sgl_situ_and_mul"),

@@ -13,32 +13,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kimi_k3_npu.ops import attention, residual
 from kimi_k3_npu.ops import experts as experts_module
-from kimi_k3_npu.ops import fused_attention, residual
-from kimi_k3_npu.ops.attention import causal_attention_npu, latent_attention_npu
+from kimi_k3_npu.ops.attention import causal_attention, latent_attention
 from kimi_k3_npu.ops.device import Device, assume, parse_cann
-from kimi_k3_npu.ops.experts import moe_experts_mxfp4_npu, moe_experts_npu
+from kimi_k3_npu.ops.experts import moe_experts, moe_experts_mxfp4
 from kimi_k3_npu.ops.experts_int4 import (
-    moe_experts_int4_group_npu,
-    moe_experts_w4a8_npu,
+    moe_experts_int4_group,
+    moe_experts_w4a8,
     prepare_int4_group,
     prepare_mxfp4_as_int4,
     prepare_w4a8,
     w4a8_bias,
     w4a8_matrix,
 )
-from kimi_k3_npu.ops.formats import as_nz_npu
+from kimi_k3_npu.ops.formats import as_nz
 from kimi_k3_npu.ops.grouped import expand, grouped_matmul
-from kimi_k3_npu.ops.int4 import from_offset, int4_matrix_npu, pack_columns, pack_rows, unpack_columns
-from kimi_k3_npu.ops.kda import kda_chunk_npu, kda_gate_npu, l2_norm
-from kimi_k3_npu.ops.norm import add_rms_norm_npu, rms_norm_npu
+from kimi_k3_npu.ops.int4 import from_offset, int4_matrix, pack_columns, pack_rows, unpack_columns
+from kimi_k3_npu.ops.kda import kda_gate, l2_norm
+from kimi_k3_npu.ops.kda_chunk import kda_chunk
+from kimi_k3_npu.ops.norm import add_rms_norm, rms_norm
+from kimi_k3_npu.ops.op import CHOSEN, OPS
 from kimi_k3_npu.ops.quant import mxfp4_dequantize, mxfp4_quantize
-from kimi_k3_npu.ops.quant_linear import dynamic_quant_int8_npu, prepare_w8a8, w8a8_linear_npu
-from kimi_k3_npu.ops.registry import reference
-from kimi_k3_npu.ops.residual import mix_residuals_npu
-from kimi_k3_npu.ops.routing import route_npu
-from kimi_k3_npu.ops.select import CHOSEN
-from kimi_k3_npu.ops.situ import gated_activation_of_groups, situ_and_mul_npu
+from kimi_k3_npu.ops.quant_linear import dynamic_quant_int8, prepare_w8a8, w8a8_linear
+from kimi_k3_npu.ops.residual import mix_residuals
+from kimi_k3_npu.ops.routing import route
+from kimi_k3_npu.ops.situ import gated_activation_of_groups, situ_and_mul
 from tests.npu.emulation import calls, fresh, install, with_sgl_kernel_npu
 from tests.npu.emulation.weights import decode_e8m0, nz_tiles
 from tests.npu.on_cpu import on_cpu
@@ -85,11 +85,9 @@ def close(got: Tensor, want: Tensor, relative: float = 1e-5) -> None:
 @pytest.mark.parametrize("T", [0, 1, 17])
 def test_norms(T: int, dtype: torch.dtype):
     x, residual_, weight = (torch.randn(*shape).to(dtype) for shape in ((T, 64), (T, 64), (64,)))
-    close(
-        rms_norm_npu(x, weight, 1e-5), reference("rms_norm")(x, weight, 1e-5), 2 * ROUNDING if dtype == BF16 else 1e-6
-    )
-    y, total = add_rms_norm_npu(x, residual_, weight, 1e-5)
-    want_y, want_total = reference("add_rms_norm")(x, residual_, weight, 1e-5)
+    close(rms_norm.npu(x, weight, 1e-5), rms_norm.reference(x, weight, 1e-5), 2 * ROUNDING if dtype == BF16 else 1e-6)
+    y, total = add_rms_norm.npu(x, residual_, weight, 1e-5)
+    want_y, want_total = add_rms_norm.reference(x, residual_, weight, 1e-5)
     close(total, want_total, 0)
     close(y, want_y, 4 * ROUNDING if dtype == BF16 else 1e-6)  # the operator norms the sum before or after rounding it
     assert dict(calls) == ({"npu_rms_norm": 1, "npu_add_rms_norm": 1} if T else {})
@@ -97,7 +95,7 @@ def test_norms(T: int, dtype: torch.dtype):
 
 def test_norm_of_mixed_dtypes_is_composed():
     x, weight = torch.randn(3, 64, dtype=BF16), torch.randn(64)
-    close(rms_norm_npu(x, weight, 1e-5), reference("rms_norm")(x, weight, 1e-5), 0)
+    close(rms_norm.npu(x, weight, 1e-5), rms_norm.reference(x, weight, 1e-5), 0)
     assert chosen("rms_norm") == "composed"
 
 
@@ -105,18 +103,18 @@ def test_norm_of_mixed_dtypes_is_composed():
 @pytest.mark.parametrize("T", [0, 1, 17])
 def test_situ(T: int, betas: tuple[float, float | None]):
     gate_up = (torch.randn(T, 3, 48) * 10).to(BF16)
-    want = reference("situ_and_mul")(gate_up, *betas)
-    close(situ_and_mul_npu(gate_up, *betas), want, 2 * ROUNDING)
+    want = situ_and_mul.reference(gate_up, *betas)
+    close(situ_and_mul.npu(gate_up, *betas), want, 2 * ROUNDING)
     assert calls["situ_and_mul"] == bool(T)
     with assume(BARE_A3):
-        close(situ_and_mul_npu(gate_up, *betas), want, 0)
+        close(situ_and_mul.npu(gate_up, *betas), want, 0)
 
 
 def test_situ_of_groups_leaves_other_rows_unset():
     gate_up = torch.randn(9, 8)
     gate_up[6:] = torch.nan
     counts = torch.tensor([2, 0, 4])
-    want = reference("situ_and_mul")(gate_up[:6], 4.0, 25.0)
+    want = situ_and_mul.reference(gate_up[:6], 4.0, 25.0)
     for device, unset in ((A3, 3), (BARE_A3, 3)):
         with assume(device):
             out = gated_activation_of_groups(gate_up, counts, 4.0, 25.0)
@@ -130,15 +128,15 @@ def test_situ_of_groups_leaves_other_rows_unset():
 @pytest.mark.parametrize(("T", "rows"), [(0, 3), (1, 1), (9, 8)])
 def test_mixture(T: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     prefix, bank, weight = torch.randn(T, 64).to(dtype), torch.randn(T, rows, 64).to(dtype), torch.randn(64)
-    want = reference("mix_residuals")(prefix, bank, weight, 1e-5)
+    want = mix_residuals.reference(prefix, bank, weight, 1e-5)
     tolerance = 2 * ROUNDING if dtype == BF16 else 1e-5
-    close(mix_residuals_npu(prefix, bank, weight, 1e-5), want, tolerance)
+    close(mix_residuals.npu(prefix, bank, weight, 1e-5), want, tolerance)
     assert calls["mix_fused"] == bool(T)
     monkeypatch.setattr(residual, "OFFSET_LIMIT", 2 * rows * 64 + 1)  # two tokens a launch
-    close(mix_residuals_npu(prefix, bank, weight, 1e-5), want, tolerance)
+    close(mix_residuals.npu(prefix, bank, weight, 1e-5), want, tolerance)
     assert calls["mix_fused"] == bool(T) + -(-T // 2)
     with assume(BARE_A3):
-        close(mix_residuals_npu(prefix, bank, weight, 1e-5), want, 0)
+        close(mix_residuals.npu(prefix, bank, weight, 1e-5), want, 0)
 
 
 # --- routing ---
@@ -154,8 +152,8 @@ def as_table(weights: Tensor, ids: Tensor, experts: int) -> Tensor:
 def test_routing(T: int, scaling: float, experts: int, top_k: int):
     logits, bias = torch.randn(T, experts), torch.rand(experts)
     options = (top_k, 1, 1, True, scaling, True)
-    weights, ids = route_npu(logits, bias, *options)
-    want_weights, want_ids = reference("route")(logits, bias, *options)
+    weights, ids = route.npu(logits, bias, *options)
+    want_weights, want_ids = route.reference(logits, bias, *options)
     assert ids.dtype == want_ids.dtype
     close(as_table(weights, ids, experts), as_table(want_weights, want_ids, experts), 1e-6)
     assert calls["npu_moe_gating_top_k"] == bool(T)
@@ -171,16 +169,16 @@ def test_what_the_gating_operator_computes_otherwise_is_composed(
 ):
     logits, bias = torch.randn(20, 16), torch.randn(16)
     options = (top_k, *groups, renormalize, 2.5, sigmoid)
-    weights, ids = route_npu(logits, bias, *options)
-    close(as_table(weights, ids, 16), as_table(*reference("route")(logits, bias, *options), 16), 0)
+    weights, ids = route.npu(logits, bias, *options)
+    close(as_table(weights, ids, 16), as_table(*route.reference(logits, bias, *options), 16), 0)
     assert chosen("route") == "composed"
     assert not calls
 
 
 def test_groups_that_all_take_part_are_no_groups():
     logits, bias = torch.randn(20, 16), torch.rand(16)
-    weights, ids = route_npu(logits, bias, 4, 4, 4, True, 1.0, True)
-    close(as_table(weights, ids, 16), as_table(*reference("route")(logits, bias, 4, 4, 4, True, 1.0, True), 16), 1e-6)
+    weights, ids = route.npu(logits, bias, 4, 4, 4, True, 1.0, True)
+    close(as_table(weights, ids, 16), as_table(*route.reference(logits, bias, 4, 4, 4, True, 1.0, True), 16), 1e-6)
     assert calls["npu_moe_gating_top_k"] == 1
 
 
@@ -191,12 +189,12 @@ def test_groups_that_all_take_part_are_no_groups():
 @pytest.mark.parametrize("T", [0, 1, 17])
 def test_decay(T: int, lower_bound: float | None):
     f, A_log, dt_bias = torch.randn(T, 3, 16).to(BF16), torch.randn(3), torch.randn(3, 16)
-    want = reference("kda_gate")(f, A_log, dt_bias, lower_bound)
-    close(kda_gate_npu(f, A_log, dt_bias, lower_bound), want)
-    close(kda_gate_npu(f.transpose(0, 1).contiguous().transpose(0, 1), A_log, dt_bias, lower_bound), want)
+    want = kda_gate.reference(f, A_log, dt_bias, lower_bound)
+    close(kda_gate.npu(f, A_log, dt_bias, lower_bound), want)
+    close(kda_gate.npu(f.transpose(0, 1).contiguous().transpose(0, 1), A_log, dt_bias, lower_bound), want)
     assert calls["fused_kda_gate_npu"] == 2 * bool(T)
     with assume(BARE_A3):
-        close(kda_gate_npu(f, A_log, dt_bias, lower_bound), want, 0)
+        close(kda_gate.npu(f, A_log, dt_bias, lower_bound), want, 0)
 
 
 def delta_rule(seq_lens: Sequence[int], dtype: torch.dtype) -> tuple:
@@ -209,11 +207,11 @@ def delta_rule(seq_lens: Sequence[int], dtype: torch.dtype) -> tuple:
 @pytest.mark.parametrize("seq_lens", [(), (0,), (1,), (65,), (3, 64, 130), (5, 0, 70)], ids=str)
 def test_chunked_delta_rule(seq_lens: tuple[int, ...]):
     inputs = delta_rule(seq_lens, FP32)
-    for got, want in zip(kda_chunk_npu(*inputs), reference("kda_chunk")(*inputs), strict=True):
+    for got, want in zip(kda_chunk.npu(*inputs), kda_chunk.reference(*inputs), strict=True):
         close(got, want)
     assert chosen("kda_chunk") == "composed"  # what is not bfloat16 already is not rounded
     inputs = delta_rule(seq_lens, BF16)
-    for got, want in zip(kda_chunk_npu(*inputs), reference("kda_chunk")(*inputs), strict=True):
+    for got, want in zip(kda_chunk.npu(*inputs), kda_chunk.reference(*inputs), strict=True):
         close(got, want, 4 * ROUNDING)  # q, k, v and the result are rounded
     assert calls["chunk_kda_fwd"] == (all(seq_lens) and len(seq_lens) > 0)
 
@@ -229,7 +227,7 @@ def pools(slots: int, capacity: int, *widths: int) -> list[Tensor]:
 def exact(op: str, *arguments: object) -> Tensor:
     """The reference in fp32, rounded once."""
     wide = [x.float() if isinstance(x, Tensor) else x for x in arguments]
-    return reference(op)(*wide).to(BF16)
+    return OPS[op].reference(*wide).to(BF16)
 
 
 @pytest.mark.parametrize("heads", [1, 6, 12, 96, 128])
@@ -249,36 +247,36 @@ def test_absorbed_attention(heads: int, slots: list[int], query_lens: list[int],
     T = sum(query_lens)
     q, q_rope = (torch.randn(T, heads, width).to(BF16) for width in (512, 64))
     arguments = (q, q_rope, *pools(3, 384, 512, 64), slots, query_lens, kv_lens, 0.07)
-    close(latent_attention_npu(*arguments), exact("latent_attention", *arguments), 2 * ROUNDING)
+    close(latent_attention.npu(*arguments), exact("latent_attention", *arguments), 2 * ROUNDING)
     assert calls["npu_fused_infer_attention_score_v2"] == bool(T)
 
 
 def test_absorbed_attention_on_what_is_not_contiguous():
     q = torch.randn(3, 8, 576).to(BF16)
     arguments = (q[..., :512], q[..., 512:], *pools(3, 128, 512, 64), [0, 1, 2], [1, 1, 1], [9, 100, 128], 0.07)
-    close(latent_attention_npu(*arguments), exact("latent_attention", *arguments), 2 * ROUNDING)
+    close(latent_attention.npu(*arguments), exact("latent_attention", *arguments), 2 * ROUNDING)
     both = pools(3, 128, 576)[0]
     arguments = (q[..., :512], q[..., 512:], both[..., :512], both[..., 512:], [0, 1, 2], [1] * 3, [9, 100, 128], 0.07)
-    close(latent_attention_npu(*arguments), exact("latent_attention", *arguments), 4 * ROUNDING)
+    close(latent_attention.npu(*arguments), exact("latent_attention", *arguments), 4 * ROUNDING)
     assert calls["npu_fused_infer_attention_score_v2"] == 1  # a cache with strides is no paged cache
 
 
 def test_more_sequences_than_one_call_takes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fused_attention, "MOST_SEQUENCES", 2)
+    monkeypatch.setattr(attention, "MOST_SEQUENCES", 2)
     q, q_rope = (torch.randn(37, 2, width).to(BF16) for width in (512, 64))
     arguments = (q, q_rope, *pools(3, 128, 512, 64), [2, 0, 1], [33, 1, 3], [50, 9, 3], 0.07)
-    close(latent_attention_npu(*arguments), exact("latent_attention", *arguments), 2 * ROUNDING)
+    close(latent_attention.npu(*arguments), exact("latent_attention", *arguments), 2 * ROUNDING)
     assert calls["npu_fused_infer_attention_score_v2"] == 3
 
 
 def test_queries_are_taken_in_runs_that_the_operator_takes():
-    assert fused_attention.pieces_of([7, 3, 5], [33, 0, 16], [100, 4, 16]) == [
+    assert attention.pieces_of([7, 3, 5], [33, 0, 16], [100, 4, 16]) == [
         (7, 16, 83),
         (7, 16, 99),
         (7, 1, 100),
         (5, 16, 16),
     ]
-    assert [fused_attention.padded_heads(heads) for heads in (1, 6, 8, 12, 24, 48, 96)] == [1, 8, 8, 16, 32, 64, 128]
+    assert [attention.padded_heads(heads) for heads in (1, 6, 8, 12, 24, 48, 96)] == [1, 8, 8, 16, 32, 64, 128]
 
 
 @pytest.mark.parametrize(("D", "V"), [(192, 128), (128, 128)])
@@ -291,14 +289,14 @@ def test_expanded_attention(query_lens: list[int], kv_lens: list[int], D: int, V
     T, Tk = sum(query_lens), sum(kv_lens)
     q, k, v = torch.randn(T, 6, D), torch.randn(Tk, 6, D), torch.randn(Tk, 6, 2 * V)[..., V:]
     arguments = (*(x.to(BF16) for x in (q, k)), v.to(BF16), query_lens, kv_lens, D**-0.5)
-    close(causal_attention_npu(*arguments), exact("causal_attention", *arguments), 2 * ROUNDING)
+    close(causal_attention.npu(*arguments), exact("causal_attention", *arguments), 2 * ROUNDING)
     assert calls["npu_fused_infer_attention_score_v2"] == bool(T)
 
 
 @pytest.mark.parametrize(("D", "V", "dtype"), [(72, 16, BF16), (192, 128, FP32), (192, 128, torch.float16)])
 def test_expanded_attention_of_other_sizes_is_composed(D: int, V: int, dtype: torch.dtype):
     arguments = (*(torch.randn(5, 2, size).to(dtype) for size in (D, D, V)), [5], [5], 0.1)
-    close(causal_attention_npu(*arguments), reference("causal_attention")(*arguments), 0)
+    close(causal_attention.npu(*arguments), causal_attention.reference(*arguments), 0)
     assert chosen("causal_attention") == "composed"
 
 
@@ -324,13 +322,13 @@ def with_rounded_rows(
         for weight, e in zip(weights[t], (ids[t] - first).tolist(), strict=True):
             if 0 <= e < len(w13):
                 gate_up = (rounded(row.unsqueeze(0)) @ w13[e].t()).to(BF16)
-                inner = reference("situ_and_mul")(gate_up, *BETAS)
+                inner = situ_and_mul.reference(gate_up, *BETAS)
                 out[t] += weight * (rounded(inner) @ w2[e].t()).to(BF16).float().squeeze(0)
     return out.to(BF16)
 
 
 def as_int8(rows: Tensor) -> Tensor:
-    codes, scale = reference("dynamic_quant_int8")(rows)
+    codes, scale = dynamic_quant_int8.reference(rows)
     return codes * scale.unsqueeze(1)
 
 
@@ -348,7 +346,7 @@ def test_experts(T: int, first: int, held: int, dtype: torch.dtype, betas: tuple
     w13, w2 = (torch.randn(held, 2 * I, H) / 8).to(dtype), (torch.randn(held, H, I) / 8).to(dtype)
     arguments = (x, weights, ids, w13, w2, first, *betas)
     # Both round gate_up, the activation and each expert's result; here the weights are rounded too.
-    close(moe_experts_npu(*arguments), reference("moe_experts")(*arguments), 6 * ROUNDING if dtype == BF16 else 1e-5)
+    close(moe_experts.npu(*arguments), moe_experts.reference(*arguments), 6 * ROUNDING if dtype == BF16 else 1e-5)
     assert calls["npu_grouped_matmul"] == 2 * bool(T)
 
 
@@ -357,7 +355,7 @@ def test_nan_of_one_token_stays_with_it():
     x[7] = torch.nan
     w13, w2 = torch.randn(2, 2 * I, H), torch.randn(2, H, I)
     for first in (0, 2, 40):
-        out = moe_experts_npu(x, weights, ids, w13, w2, first, *BETAS)
+        out = moe_experts.npu(x, weights, ids, w13, w2, first, *BETAS)
         others = [t for t in range(20) if t != 7]
         assert out[others].isfinite().all()
         hit = ((ids[7] >= first) & (ids[7] < first + 2)).any()
@@ -372,19 +370,19 @@ def test_mxfp4_experts_on_a5(T: int, first: int, held: int):
     w13, w13_scale = mxfp4_quantize(torch.randn(held, 2 * inner, width) / 8)
     w2, w2_scale = mxfp4_quantize(torch.randn(held, width, inner) / 8)
     with assume(A5):
-        tiled = (as_nz_npu(w13, True), w13_scale, as_nz_npu(w2, True), w2_scale)
+        tiled = (as_nz.npu(w13, True), w13_scale, as_nz.npu(w2, True), w2_scale)
         arguments = (x, weights, ids, *tiled, first, *BETAS)
-        want = reference("moe_experts_mxfp4")(*arguments)
-        out = moe_experts_mxfp4_npu(*arguments)
+        want = moe_experts_mxfp4.reference(*arguments)
+        out = moe_experts_mxfp4.npu(*arguments)
         assert calls["npu_dynamic_mx_quant"] == 2 * bool(T)
         close(out, want, 2**-3)  # rows are rounded to e4m3, whose last place is 2^-4, twice
         matrices = mxfp4_dequantize(w13, w13_scale, FP32), mxfp4_dequantize(w2, w2_scale, FP32)
         close(out, with_rounded_rows(x, weights, ids, *matrices, first, as_mxfp8), 6 * ROUNDING)
         CHOSEN.clear()
-        moe_experts_mxfp4_npu(x, weights, ids, w13, w13_scale, w2, w2_scale, first, *BETAS)
+        moe_experts_mxfp4.npu(x, weights, ids, w13, w13_scale, w2, w2_scale, first, *BETAS)
         assert chosen("moe_experts_mxfp4") == "composed"  # not in NZ
     CHOSEN.clear()
-    close(moe_experts_mxfp4_npu(x, weights, ids, w13, w13_scale, w2, w2_scale, first, *BETAS), want, 0)
+    close(moe_experts_mxfp4.npu(x, weights, ids, w13, w13_scale, w2, w2_scale, first, *BETAS), want, 0)
     assert chosen("moe_experts_mxfp4") == "composed"  # an A3
 
 
@@ -402,9 +400,9 @@ def test_w4a8_experts(T: int, first: int, held: int):
     published = (*w4a8(held, 2 * I, H, 1), *w4a8(held, H, I, 16))
     with on_cpu():
         prepared = (*prepare_w4a8(*published[:3]), *prepare_w4a8(*published[3:]))
-    want = reference("moe_experts_w4a8")(x, weights, ids, *published, first, *BETAS)
-    close(reference("moe_experts_w4a8")(x, weights, ids, *prepared, first, *BETAS), want, 0)
-    out = moe_experts_w4a8_npu(x, weights, ids, *prepared, first, *BETAS)
+    want = moe_experts_w4a8.reference(x, weights, ids, *published, first, *BETAS)
+    close(moe_experts_w4a8.reference(x, weights, ids, *prepared, first, *BETAS), want, 0)
+    out = moe_experts_w4a8.npu(x, weights, ids, *prepared, first, *BETAS)
     close(out, want, 2**-4)  # rows are rounded to 1/254 of their largest, twice
     matrices = [
         torch.stack([w4a8_matrix(codes, scale, FP32) for codes, scale in zip(*matrix, strict=True)])
@@ -414,7 +412,7 @@ def test_w4a8_experts(T: int, first: int, held: int):
     # Of one expert there is one count, and the operator takes no list of one count.
     assert calls["npu_grouped_matmul"] == 2 * (T > 0 and held > 1)
     CHOSEN.clear()
-    close(moe_experts_w4a8_npu(x, weights, ids, *published, first, *BETAS), want, 0)
+    close(moe_experts_w4a8.npu(x, weights, ids, *published, first, *BETAS), want, 0)
     assert chosen("moe_experts_w4a8") == "composed"
 
 
@@ -454,12 +452,12 @@ def test_grouped_int4_experts(T: int, first: int, held: int):
     with on_cpu():
         prepared = [part for matrix in published for part in prepare_int4_group(*matrix)]
     published = [part for codes, scale in published for part in ([codes], scale)]
-    want = reference("moe_experts_int4_group")(x, weights, ids, *published, first, *BETAS)
-    close(reference("moe_experts_int4_group")(x, weights, ids, *prepared, first, *BETAS), want, 0)
-    close(moe_experts_int4_group_npu(x, weights, ids, *prepared, first, *BETAS), want, 6 * ROUNDING)
+    want = moe_experts_int4_group.reference(x, weights, ids, *published, first, *BETAS)
+    close(moe_experts_int4_group.reference(x, weights, ids, *prepared, first, *BETAS), want, 0)
+    close(moe_experts_int4_group.npu(x, weights, ids, *prepared, first, *BETAS), want, 6 * ROUNDING)
     assert calls["npu_grouped_matmul"] == 2 * bool(T)
     CHOSEN.clear()
-    close(moe_experts_int4_group_npu(x, weights, ids, *published, first, *BETAS), want, 0)
+    close(moe_experts_int4_group.npu(x, weights, ids, *published, first, *BETAS), want, 0)
     assert chosen("moe_experts_int4_group") == "composed"
 
 
@@ -469,9 +467,9 @@ def test_mxfp4_experts_as_two_int4(T: int):
     w13, w2 = mxfp4_quantize(torch.randn(E, 2 * I, H) / 8), mxfp4_quantize(torch.randn(E, H, I) / 8)
     with on_cpu():
         prepared = [part for matrix in (w13, w2) for part in prepare_mxfp4_as_int4(*matrix, BF16)]
-    want = reference("moe_experts_mxfp4")(x, weights, ids, *w13, *w2, 0, *BETAS)
-    close(reference("moe_experts_int4_group")(x, weights, ids, *prepared, 0, *BETAS), want, 0)  # the same matrices
-    close(moe_experts_int4_group_npu(x, weights, ids, *prepared, 0, *BETAS), want, 8 * ROUNDING)  # two sums, rounded
+    want = moe_experts_mxfp4.reference(x, weights, ids, *w13, *w2, 0, *BETAS)
+    close(moe_experts_int4_group.reference(x, weights, ids, *prepared, 0, *BETAS), want, 0)  # the same matrices
+    close(moe_experts_int4_group.npu(x, weights, ids, *prepared, 0, *BETAS), want, 8 * ROUNDING)  # two sums, rounded
     assert calls["npu_grouped_matmul"] == 4 * bool(T)
 
 
@@ -483,8 +481,8 @@ def test_mxfp4_experts_as_two_int4(T: int):
 def test_rounding_of_rows(shape: tuple[int, ...], dtype: torch.dtype):
     x = torch.randn(shape).to(dtype)
     x[-1:] = 0
-    codes, scale = dynamic_quant_int8_npu(x)
-    want_codes, want_scale = reference("dynamic_quant_int8")(x)
+    codes, scale = dynamic_quant_int8.npu(x)
+    want_codes, want_scale = dynamic_quant_int8.reference(x)
     assert torch.equal(codes, want_codes)
     close(scale, want_scale, 0)
     assert calls["npu_dynamic_quant"] == (dtype != FP32 and shape[0] > 0)
@@ -495,34 +493,34 @@ def test_rounding_of_rows(shape: tuple[int, ...], dtype: torch.dtype):
 def test_w8a8(shape: tuple[int, ...], with_bias: bool):
     x, bias = torch.randn(shape).to(BF16), torch.randn(32) if with_bias else None
     weight, scale = torch.randint(-127, 128, (32, 48), dtype=torch.int8), torch.rand(32, 1) / 64
-    want = reference("w8a8_linear")(x, weight, scale, bias)
+    want = w8a8_linear.reference(x, weight, scale, bias)
     with on_cpu():
         prepared = prepare_w8a8(weight)
     assert torch.equal(prepared, weight)
     for stored in (weight, prepared):
-        close(w8a8_linear_npu(x, stored, scale, bias), want, 2**-6)  # rows are rounded to 1/254 of their largest
+        close(w8a8_linear.npu(x, stored, scale, bias), want, 2**-6)  # rows are rounded to 1/254 of their largest
     assert calls["npu_quant_matmul"] == 2 * bool(shape[0])
 
 
 def test_a_layer_wider_than_the_operator_takes_is_composed():
     x, weight, scale = torch.randn(1, 2).to(BF16), torch.ones(65536, 2, dtype=torch.int8), torch.ones(65536, 1)
-    w8a8_linear_npu(x, weight, scale, None)
+    w8a8_linear.npu(x, weight, scale, None)
     assert chosen("w8a8_linear") == "composed"
 
 
 def test_formats():
     weight = torch.randint(-128, 128, (3, 32, 64), dtype=torch.int8)
-    tiled = as_nz_npu(weight, False)
+    tiled = as_nz.npu(weight, False)
     assert torch.equal(tiled, weight)
     assert nz_tiles(tiled) == (torch.int8, False)
-    assert nz_tiles(as_nz_npu(weight[:, :5], False)) is None
+    assert nz_tiles(as_nz.npu(weight[:, :5], False)) is None
     bytes_ = weight.view(torch.uint8)
-    assert nz_tiles(as_nz_npu(bytes_, True)) is None  # no 4-bit floats on an A3
+    assert nz_tiles(as_nz.npu(bytes_, True)) is None  # no 4-bit floats on an A3
     with assume(A5):
-        assert nz_tiles(as_nz_npu(bytes_, True)) == (torch.uint8, True)
+        assert nz_tiles(as_nz.npu(bytes_, True)) == (torch.uint8, True)
 
 
 def test_packing():
     codes = torch.randint(-8, 8, (6, 16), dtype=torch.int8)
-    assert torch.equal(int4_matrix_npu(codes), pack_columns(codes))
+    assert torch.equal(int4_matrix.npu(codes), pack_columns(codes))
     assert torch.equal(unpack_columns(pack_columns(codes)), codes)

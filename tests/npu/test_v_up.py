@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from kimi_k3_npu.ops.device import Device, assume, parse_cann
-from kimi_k3_npu.ops.q_absorb import CANDIDATES as Q_CANDIDATES
-from kimi_k3_npu.ops.q_absorb import q_absorb_npu, select_q_absorb
-from kimi_k3_npu.ops.select import CHOSEN
-from kimi_k3_npu.ops.v_up import CANDIDATES, batch_matmul_transpose, select_v_up, token_major, v_up_npu
+from kimi_k3_npu.ops.op import CHOSEN
+from kimi_k3_npu.ops.q_absorb import q_absorb, select_q_absorb
+from kimi_k3_npu.ops.v_up import batch_matmul_transpose, select_v_up, token_major, v_up
 from tests.npu.emulation import calls, fresh, install, with_sgl_kernel_npu
 
 HEADS, LATENT, NOPE, VALUE = 96, 512, 128, 128
@@ -48,9 +47,9 @@ def test_contract_at_full_size(soc: str, cann: str, attn_tp: int, tokens: int):
     options = {"dtype": torch.bfloat16, "soc": soc, "cann": cann}
     with FakeTensorMode(), assume(npu(soc, cann)):
         latent = torch.empty(tokens, heads, LATENT, dtype=torch.bfloat16, device="npu")
-        out = v_up_npu(latent, torch.empty(heads, LATENT, VALUE, dtype=torch.bfloat16, device="npu"))
+        out = v_up.npu(latent, torch.empty(heads, LATENT, VALUE, dtype=torch.bfloat16, device="npu"))
         query = torch.empty(tokens, heads, NOPE, dtype=torch.bfloat16, device="npu")
-        absorbed = q_absorb_npu(query, torch.empty(heads, NOPE, LATENT, dtype=torch.bfloat16, device="npu"))
+        absorbed = q_absorb.npu(query, torch.empty(heads, NOPE, LATENT, dtype=torch.bfloat16, device="npu"))
     assert (out.shape, out.dtype, out.device.type) == ((tokens, heads, VALUE), torch.bfloat16, "npu")
     assert (absorbed.shape, absorbed.dtype, absorbed.device.type) == ((tokens, heads, LATENT), torch.bfloat16, "npu")
     planned = {
@@ -65,7 +64,7 @@ def test_contract_of_every_kernel(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KIMI_K3_NPU_V_UP", name)
     with FakeTensorMode(), assume(npu()):
         x = torch.empty(16, 6, LATENT, dtype=torch.bfloat16, device="npu")
-        out = v_up_npu(x, torch.empty(6, LATENT, VALUE, dtype=torch.bfloat16, device="npu"))
+        out = v_up.npu(x, torch.empty(6, LATENT, VALUE, dtype=torch.bfloat16, device="npu"))
     assert (out.shape, out.dtype, out.device.type) == ((16, 6, VALUE), torch.bfloat16, "npu")
     assert dict(CHOSEN) == {("v_up", name): 1}
 
@@ -82,24 +81,24 @@ def test_numbers_of_every_kernel(name: str, tokens: int, dtype: torch.dtype, mon
     monkeypatch.setenv("KIMI_K3_NPU_V_UP", name)
     x, w = torch.randn(tokens, 6, LATENT, dtype=dtype), torch.randn(6, LATENT, VALUE, dtype=dtype)
     with assume(npu()):
-        out = v_up_npu(x, w)
+        out = v_up.npu(x, w)
     want = torch.einsum("mbk,bkn->mbn", x.float(), w.float()).to(dtype)
     torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)  # bmm may round its partial sums to dtype
     assert out.is_contiguous()
     assert calls == ({OPERATOR[name]: 1} if OPERATOR[name] else {})
 
 
-@pytest.mark.parametrize("name", [candidate.name for candidate in Q_CANDIDATES])
+@pytest.mark.parametrize("name", [kernel.name for kernel in q_absorb.kernels])
 def test_numbers_of_q_absorption(name: str):
     q, w = torch.randn(16, 6, NOPE, dtype=torch.bfloat16), torch.randn(6, NOPE, LATENT, dtype=torch.bfloat16)
-    launch = next(candidate.launch for candidate in Q_CANDIDATES if candidate.name == name)
+    launch = next(kernel.launch for kernel in q_absorb.kernels if kernel.name == name)
     with assume(npu()):
         out = launch(q, w)
     want = torch.einsum("mbn,bnr->mbr", q.float(), w.float()).bfloat16()
     torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("candidate", CANDIDATES, ids=OPERATOR)
+@pytest.mark.parametrize("candidate", v_up.kernels, ids=OPERATOR)
 def test_a_weight_view_gives_what_its_copy_gives(candidate):
     view = torch.randn(6, VALUE, LATENT, dtype=torch.bfloat16).transpose(1, 2)
     x = torch.randn(16, 8, LATENT, dtype=torch.bfloat16)[:, :6]  # without the heads that attention was padded with
@@ -112,8 +111,8 @@ def test_a_weight_view_gives_what_its_copy_gives(candidate):
 def test_a_weight_view_never_reaches_the_kernel_that_ignores_strides():
     view = torch.randn(6, VALUE, 520, dtype=torch.bfloat16).transpose(1, 2)
     with assume(npu()):
-        v_up_npu(torch.randn(16, 6, 520, dtype=torch.bfloat16), view)
-        v_up_npu(torch.randn(16, 6, 520, dtype=torch.bfloat16), view.contiguous())
+        v_up.npu(torch.randn(16, 6, 520, dtype=torch.bfloat16), view)
+        v_up.npu(torch.randn(16, 6, 520, dtype=torch.bfloat16), view.contiguous())
     assert dict(CHOSEN) == {("v_up", "bmm"): 1, ("v_up", "batch_matmul_transpose"): 1}
 
 
@@ -131,14 +130,14 @@ def test_what_is_chosen_runs_within_the_limits_of_the_device(data: st.DataObject
     if data.draw(st.booleans()):
         w = w.mT.contiguous().mT
     with assume(device):
-        out = v_up_npu(torch.ones(min(tokens, 40 if heads == 128 else tokens), heads, K, dtype=dtype), w)
+        out = v_up.npu(torch.ones(min(tokens, 40 if heads == 128 else tokens), heads, K, dtype=dtype), w)
     assert (out == K).all()
 
 
 def test_head_major_is_what_runs_when_the_product_is_too_large():
     x, w = torch.ones(2, 128, LATENT, dtype=torch.bfloat16), torch.ones(128, LATENT, VALUE, dtype=torch.bfloat16)
     with assume(npu()):
-        assert (v_up_npu(x, w) == LATENT).all()
+        assert (v_up.npu(x, w) == LATENT).all()
         with pytest.raises(RuntimeError, match=r"K\*B = 65536, must be in \[1, 65536\)"):
             token_major(x, w)
     assert dict(CHOSEN) == {("v_up", "transpose_batchmatmul_head_major"): 1}

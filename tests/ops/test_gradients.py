@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_k3_npu.ops.experts import moe_experts
-from kimi_k3_npu.ops.kda import kda_chunk, kda_gate, kda_recurrent, l2_norm
+from kimi_k3_npu.ops.kda import kda_gate, kda_recurrent, l2_norm
+from kimi_k3_npu.ops.kda_chunk import kda_chunk
 from kimi_k3_npu.ops.routing import route
 
 STEP = 1e-5

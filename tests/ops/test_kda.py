@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, einsum
 
-from kimi_k3_npu.ops.kda import SIZE, kda_chunk, kda_gate, kda_recurrent, kda_step, l2_norm, short_conv
+from kimi_k3_npu.ops.kda import kda_gate, kda_recurrent, kda_step, l2_norm, short_conv
+from kimi_k3_npu.ops.kda_chunk import SIZE, kda_chunk
 
 # h heads, K key and V value dimensions, deliberately different; T tokens, S sequences
 h, K, V = 3, 16, 24

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k3_npu.ops.kda import kda_chunk, kda_recurrent, l2_norm, unit_lower_inverse
+from kimi_k3_npu.ops.kda import kda_recurrent, l2_norm
+from kimi_k3_npu.ops.kda_chunk import kda_chunk, unit_lower_inverse
 
 SYSTEMS = {
     "none": lambda C: torch.zeros(2, C, C),

@@ -13,10 +13,9 @@ from kimi_k3_npu.ops import (
     experts,
     experts_int4,
     formats,
-    fused_attention,
-    fused_kda,
     grouped,
     kda,
+    kda_chunk,
     norm,
     quant_linear,
     residual,
@@ -24,7 +23,7 @@ from kimi_k3_npu.ops import (
     situ,
 )
 from kimi_k3_npu.ops.device import Device, parse_cann
-from kimi_k3_npu.ops.select import Choice
+from kimi_k3_npu.ops.op import Choice
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -37,10 +36,10 @@ NORM = norm.Norm((16, 7168), BF16, BF16, A3)
 SITU = situ.Situ(16, BF16, A3)
 MIX = residual.Mix(16, 8, 7168, BF16, True, A3)
 ROUTING = routing.Routing(16, 896, 16, 1, 1, True, True, FP32, A3)
-GATE = fused_kda.Gate(16, 96, 128, BF16, A3)
-CHUNKED = fused_kda.Chunked((100, 28), 96, 128, 128, BF16, A3)
-LATENT = fused_attention.Latent(96, (512, 64), (1, 1), (5, 700), 64, 8192, BF16, BF16, True, A3)
-EXPANDED = fused_attention.Expanded(96, (192, 128), (500, 20), (500, 9000), BF16, A3)
+GATE = kda.Gate(16, 96, 128, BF16, A3)
+CHUNKED = kda_chunk.Chunked(128, 2, False, 96, 128, 128, BF16, A3)
+LATENT = attention.Latent(2, 96, (512, 64), 64, 8192, BF16, BF16, True, A3)
+EXPANDED = attention.Expanded(520, 9500, 2, 96, (192, 128), BF16, A3)
 VISIT = grouped.Visit(16, 16, 14, 42, 3584, 3072, BF16, A3)
 MXFP4 = experts.Mxfp4Visit(replace(VISIT, device=A5), nz=True)
 INT4 = experts_int4.Int4Visit(VISIT, prepared=True)
@@ -50,73 +49,78 @@ LINEAR = quant_linear.Linear(16, 7168, 12288, BF16, FP32, A3)
 
 #: Operator, a case that its first kernel takes, changes to it that it refuses, and the reason.
 REFUSED: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (norm.choose_rms_norm, NORM, {"shape": (0, 7168)}, "there are no rows"),
-    (norm.choose_rms_norm, NORM, {"shape": (7168,)}, "x has 1 dimensions, must have 2 to 8"),
-    (norm.choose_rms_norm, NORM, {"weight_dtype": FP32}, "weight is torch.float32, must be x's torch.bfloat16"),
-    (norm.choose_add_rms_norm, NORM, {"dtype": torch.float64, "weight_dtype": torch.float64}, "x is torch.float64"),
-    (norm.choose_rms_norm, NORM, {"device": CPU}, "there is no NPU"),
-    (situ.choose_situ, SITU, {"device": BARE}, "the package sgl_kernel_npu cannot be imported"),
-    (situ.choose_situ, SITU, {"rows": 0}, "there are no rows"),
-    (residual.choose_mix, MIX, {"device": BARE}, "the package sgl_kernel_npu cannot be imported"),
-    (residual.choose_mix, MIX, {"width": 12288}, "a row has 12288 elements, at most 8192 fit a core"),
-    (residual.choose_mix, MIX, {"contiguous": False}, "prefix, bank and weight must be contiguous"),
-    (residual.choose_mix, MIX, {"rows": 0}, "the bank has no rows"),
-    (routing.choose_route, ROUTING, {"sigmoid": False}, "scores are a softmax, which it never renormalises"),
-    (routing.choose_route, ROUTING, {"renormalize": False}, "it always divides sigmoid scores by their sum"),
-    (routing.choose_route, ROUTING, {"top_k": 1}, "it always divides sigmoid scores by their sum"),
-    (routing.choose_route, ROUTING, {"num_groups": 4, "topk_group": 2}, "it ranks the experts of a masked group"),
-    (routing.choose_route, ROUTING, {"experts": 2049}, "2049 experts, must be 3 to 2048"),
-    (routing.choose_route, ROUTING, {"dtype": BF16}, "logits are torch.bfloat16, must be float32"),
-    (kda.choose_gate, GATE, {"tokens": 1 << 18}, "3221225472 elements, must be below 2^31"),
-    (kda.choose_chunk, CHUNKED, {"dtype": FP32}, "v is torch.float32, which would be rounded to bfloat16"),
-    (kda.choose_chunk, CHUNKED, {"key_width": 120}, "K = 120, must be a multiple of 16 up to 256"),
-    (kda.choose_chunk, CHUNKED, {"heads": 129}, "129 heads, at most 128"),
-    (kda.choose_chunk, CHUNKED, {"seq_lens": (5, 0)}, "a sequence is empty"),
-    (kda.choose_chunk, CHUNKED, {"seq_lens": (1,) * 1025}, "1025 sequences, at most 1024"),
-    (attention.choose_latent_attention, LATENT, {"heads": 129}, "129 heads, at most 128"),
-    (attention.choose_latent_attention, LATENT, {"sizes": (512, 32)}, r"latent \+ shared width are \(512, 32\)"),
-    (attention.choose_latent_attention, LATENT, {"dtype": FP32}, "q is torch.float32, must be float16 or bfloat16"),
-    (attention.choose_latent_attention, LATENT, {"pool_dtype": FP16}, "the cache is torch.float16"),
-    (attention.choose_latent_attention, LATENT, {"capacity": 8200}, "a slot has 8200 rows, must be a multiple of 128"),
-    (attention.choose_latent_attention, LATENT, {"slots": 512}, "the pool has 2147483648 elements"),
-    (attention.choose_latent_attention, LATENT, {"contiguous": False}, "the pools must be contiguous"),
-    (attention.choose_latent_attention, LATENT, {"query_lens": (0, 0)}, "there are no rows"),
-    (attention.choose_causal_attention, EXPANDED, {"dtype": FP16}, "q is torch.float16, must be bfloat16"),
-    (attention.choose_causal_attention, EXPANDED, {"sizes": (72, 16)}, r"query and value sizes are \(72, 16\)"),
-    (attention.choose_causal_attention, EXPANDED, {"heads": 257}, "257 heads, at most 256"),
-    (attention.choose_causal_attention, EXPANDED, {"query_lens": (1,) * 4097}, "4097 sequences, at most 4096"),
-    (attention.choose_causal_attention, EXPANDED, {"kv_lens": (1 << 21,)}, "2097152 tokens, at most 1048576"),
-    (experts.choose_experts, VISIT, {"tokens": 0}, "there are no rows"),
-    (experts.choose_experts, VISIT, {"first": 10240}, "expert ids up to 10253, must be below 10240"),
-    (experts.choose_experts, VISIT, {"experts": 1025, "first": 0}, "1025 experts, at most 1024"),
-    (experts.choose_experts, VISIT, {"width": 65536}, "H = 65536, must be below 65536"),
-    (experts.choose_experts, VISIT, {"tokens": 1 << 27}, "2147483648 rows, must be below 2"),
-    (experts.choose_experts_mxfp4, MXFP4, {"visit": VISIT}, "a3 has no FP4 hardware"),
-    (experts.choose_experts_mxfp4, MXFP4, {"nz": False}, "the packed matrices do not lie in NZ"),
+    (norm.rms_norm, NORM, {"shape": (0, 7168)}, "there are no rows"),
+    (norm.rms_norm, NORM, {"shape": (7168,)}, "x has 1 dimensions, must have 2 to 8"),
+    (norm.rms_norm, NORM, {"weight_dtype": FP32}, "weight is torch.float32, must be x's torch.bfloat16"),
+    (norm.add_rms_norm, NORM, {"dtype": torch.float64, "weight_dtype": torch.float64}, "x is torch.float64"),
+    (norm.rms_norm, NORM, {"device": CPU}, "there is no NPU"),
+    (situ.situ_and_mul, SITU, {"device": BARE}, "the package sgl_kernel_npu cannot be imported"),
+    (situ.situ_and_mul, SITU, {"rows": 0}, "there are no rows"),
+    (residual.mix_residuals, MIX, {"device": BARE}, "the package sgl_kernel_npu cannot be imported"),
+    (residual.mix_residuals, MIX, {"width": 12288}, "a row has 12288 elements, at most 8192 fit a core"),
+    (residual.mix_residuals, MIX, {"contiguous": False}, "prefix, bank and weight must be contiguous"),
+    (residual.mix_residuals, MIX, {"rows": 0}, "the bank has no rows"),
+    (routing.route, ROUTING, {"sigmoid": False}, "scores are a softmax, which it never renormalises"),
+    (routing.route, ROUTING, {"renormalize": False}, "it always divides sigmoid scores by their sum"),
+    (routing.route, ROUTING, {"top_k": 1}, "it always divides sigmoid scores by their sum"),
+    (routing.route, ROUTING, {"num_groups": 4, "topk_group": 2}, "it ranks the experts of a masked group"),
+    (routing.route, ROUTING, {"experts": 2049}, "2049 experts, must be 3 to 2048"),
+    (routing.route, ROUTING, {"dtype": BF16}, "logits are torch.bfloat16, must be float32"),
+    (kda.kda_gate, GATE, {"tokens": 1 << 18}, "3221225472 elements, must be below 2^31"),
+    (kda_chunk.kda_chunk, CHUNKED, {"dtype": FP32}, "v is torch.float32, which would be rounded to bfloat16"),
+    (kda_chunk.kda_chunk, CHUNKED, {"key_width": 120}, "K = 120, must be a multiple of 16 up to 256"),
+    (kda_chunk.kda_chunk, CHUNKED, {"heads": 129}, "129 heads, at most 128"),
+    (kda_chunk.kda_chunk, CHUNKED, {"has_empty": True}, "a sequence is empty"),
+    (kda_chunk.kda_chunk, CHUNKED, {"sequences": 1025}, "1025 sequences, at most 1024"),
+    (attention.latent_attention, LATENT, {"heads": 129}, "129 heads, at most 128"),
+    (attention.latent_attention, LATENT, {"sizes": (512, 32)}, r"latent \+ shared width are \(512, 32\)"),
+    (attention.latent_attention, LATENT, {"dtype": FP32}, "q is torch.float32, must be float16 or bfloat16"),
+    (attention.latent_attention, LATENT, {"pool_dtype": FP16}, "the cache is torch.float16"),
+    (attention.latent_attention, LATENT, {"capacity": 8200}, "a slot has 8200 rows, must be a multiple of 128"),
+    (attention.latent_attention, LATENT, {"slots": 512}, "the pool has 2147483648 elements"),
+    (attention.latent_attention, LATENT, {"contiguous": False}, "the pools must be contiguous"),
+    (attention.latent_attention, LATENT, {"tokens": 0}, "there are no rows"),
+    (attention.causal_attention, EXPANDED, {"dtype": FP16}, "q is torch.float16, must be bfloat16"),
+    (attention.causal_attention, EXPANDED, {"sizes": (72, 16)}, r"query and value sizes are \(72, 16\)"),
+    (attention.causal_attention, EXPANDED, {"heads": 257}, "257 heads, at most 256"),
+    (attention.causal_attention, EXPANDED, {"sequences": 4097}, "4097 sequences, at most 4096"),
+    (attention.causal_attention, EXPANDED, {"keys": 1 << 21}, "2097152 tokens, at most 1048576"),
+    (experts.moe_experts, VISIT, {"tokens": 0}, "there are no rows"),
+    (experts.moe_experts, VISIT, {"first": 10240}, "expert ids up to 10253, must be below 10240"),
+    (experts.moe_experts, VISIT, {"experts": 1025, "first": 0}, "1025 experts, at most 1024"),
+    (experts.moe_experts, VISIT, {"width": 65536}, "H = 65536, must be below 65536"),
+    (experts.moe_experts, VISIT, {"tokens": 1 << 27}, "2147483648 rows, must be below 2"),
+    (experts.moe_experts_mxfp4, MXFP4, {"visit": VISIT}, "a3 has no FP4 hardware"),
+    (experts.moe_experts_mxfp4, MXFP4, {"nz": False}, "the packed matrices do not lie in NZ"),
     (
-        experts.choose_experts_mxfp4,
+        experts.moe_experts_mxfp4,
         MXFP4,
         {"visit": replace(MXFP4.visit, inner=96)},
         "I = 96, must be a multiple of 64",
     ),
-    (experts_int4.choose_w4a8, INT4, {"visit": MXFP4.visit}, "its weights are laid out for a2 and a3"),
-    (experts_int4.choose_w4a8, INT4, {"prepared": False}, "the weights are as published"),
-    (experts_int4.choose_w4a8, INT4, {"visit": replace(VISIT, experts=1)}, "one expert: it reads a list of counts"),
-    (experts_int4.choose_w4a8, INT4, {"visit": replace(VISIT, width=18440)}, "H = 18440, must be at most 18432"),
-    (experts_int4.choose_int4_group, INT4, {"visit": replace(VISIT, dtype=FP32)}, "x is torch.float32"),
-    (formats.choose_format, CAST, {"fp4": True}, "a3 has no 4-bit floats, only a5 has"),
-    (formats.choose_format, CAST, {"rows": 24}, "24 rows of 3072 bytes are not whole tiles of 16 rows of 32"),
-    (quant_linear.choose_dynamic_quant, ROWS, {"dims": 1}, "x has 1 dimension, must have 2 or more"),
-    (quant_linear.choose_w8a8, LINEAR, {"outputs": 67584}, "O = 67584, must be below 65536; shard or split the layer"),
-    (quant_linear.choose_w8a8, LINEAR, {"scale_dtype": BF16}, "scale is torch.bfloat16, must be float32"),
+    (experts_int4.moe_experts_w4a8, INT4, {"visit": MXFP4.visit}, "its weights are laid out for a2 and a3"),
+    (experts_int4.moe_experts_w4a8, INT4, {"prepared": False}, "the weights are as published"),
+    (
+        experts_int4.moe_experts_w4a8,
+        INT4,
+        {"visit": replace(VISIT, experts=1)},
+        "one expert: it reads a list of counts",
+    ),
+    (experts_int4.moe_experts_w4a8, INT4, {"visit": replace(VISIT, width=18440)}, "H = 18440, must be at most 18432"),
+    (experts_int4.moe_experts_int4_group, INT4, {"visit": replace(VISIT, dtype=FP32)}, "x is torch.float32"),
+    (formats.as_nz, CAST, {"fp4": True}, "a3 has no 4-bit floats, only a5 has"),
+    (formats.as_nz, CAST, {"rows": 24}, "24 rows of 3072 bytes are not whole tiles of 16 rows of 32"),
+    (quant_linear.dynamic_quant_int8, ROWS, {"dims": 1}, "x has 1 dimension, must have 2 or more"),
+    (quant_linear.w8a8_linear, LINEAR, {"outputs": 67584}, "O = 67584, must be below 65536; shard or split the layer"),
+    (quant_linear.w8a8_linear, LINEAR, {"scale_dtype": BF16}, "scale is torch.bfloat16, must be float32"),
 ]
 
 
-@pytest.mark.parametrize(("choose", "case", "changes", "reason"), REFUSED)
-def test_refusals(choose: Any, case: Any, changes: dict[str, Any], reason: str) -> None:
-    taken: Choice = choose(case)
+@pytest.mark.parametrize(("op", "case", "changes", "reason"), REFUSED)
+def test_refusals(op: Any, case: Any, changes: dict[str, Any], reason: str) -> None:
+    taken: Choice = op.choose(case)
     assert not taken.refused
-    other: Choice = choose(replace(case, **changes))
+    other: Choice = op.choose(replace(case, **changes))
     assert other.name in ("composed", "plain")
     assert list(other.refused) == [taken.name]
     (given,) = other.refused.values()
@@ -130,5 +134,5 @@ def test_mixtures_of_many_tokens_take_several_launches() -> None:
 
 
 def test_a_batch_of_more_sequences_than_one_call_takes_is_still_taken() -> None:
-    many = replace(LATENT, query_lens=(17,) * 5000, kv_lens=(17,) * 5000)
-    assert attention.choose_latent_attention(many).name == "fia_v2_absorbed"
+    many = replace(LATENT, tokens=17 * 5000)
+    assert attention.latent_attention.choose(many).name == "fia_v2_absorbed"

@@ -13,10 +13,11 @@ from torch import Tensor, einsum
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from kimi_k3_npu.ops import attention as attention_module
-from kimi_k3_npu.ops import kda, registry
+from kimi_k3_npu.ops import kda, kda_chunk
 from kimi_k3_npu.ops.attention import causal_attention, latent_attention
 from kimi_k3_npu.ops.experts import FEW_TOKENS, moe_experts, moe_experts_mxfp4
 from kimi_k3_npu.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
+from kimi_k3_npu.ops.op import OPS
 from kimi_k3_npu.ops.quant import mxfp4_dequantize
 from kimi_k3_npu.ops.residual import mix_residuals
 from kimi_k3_npu.ops.routing import route
@@ -382,10 +383,10 @@ def operator(name: str) -> Any:
 
 
 def test_every_operator_of_these_modules_has_a_sample() -> None:
-    modules = {kda.__name__, attention_module.__name__} | {
+    modules = {kda.__name__, kda_chunk.__name__, attention_module.__name__} | {
         f"kimi_k3_npu.ops.{name}" for name in ("norm", "residual", "routing", "situ", "experts")
     }
-    assert {name for name, f in registry._REFERENCES.items() if f.__module__ in modules} == set(SAMPLES)
+    assert {name for name, op in OPS.items() if op.reference.__module__ in modules} == set(SAMPLES)
 
 
 @pytest.mark.parametrize("name", SAMPLES)

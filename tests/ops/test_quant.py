@@ -103,7 +103,7 @@ def test_no_elements(shape: tuple[int, ...]) -> None:
 def test_operator_rules() -> None:
     packed, scale = packed_and_scale(8)
     wanted = mxfp4_dequantize(packed, scale, torch.float32)
-    torch.library.opcheck(mxfp4_dequantize, (packed, scale, torch.bfloat16))
+    torch.library.opcheck(mxfp4_dequantize.overload, (packed, scale, torch.bfloat16))
     with FakeTensorMode() as mode:
         fake = mxfp4_dequantize(mode.from_tensor(packed), mode.from_tensor(scale), torch.float32)
     assert (fake.shape, fake.dtype) == ((8, 64), torch.float32)

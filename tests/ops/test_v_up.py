@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.ops.device import Cann, Device, assume
-from kimi_k3_npu.ops.q_absorb import q_absorb, q_absorb_npu, select_q_absorb
-from kimi_k3_npu.ops.registry import NPU_KERNELS, reference
-from kimi_k3_npu.ops.select import CHOSEN, Candidate, choose
-from kimi_k3_npu.ops.v_up import CANDIDATES, Bmm, select_v_up, v_up, v_up_npu
+from kimi_k3_npu.ops.op import CHOSEN, OPS, Kernel, choose, npu_operators
+from kimi_k3_npu.ops.q_absorb import q_absorb, select_q_absorb
+from kimi_k3_npu.ops.v_up import Bmm, select_v_up, v_up
 
 FUSED = "transpose_batchmatmul"
 HEAD_MAJOR = "transpose_batchmatmul_head_major"
@@ -111,7 +110,7 @@ def test_an_idle_rank_launches_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KIMI_K3_NPU_V_UP", FUSED)
     before = CHOSEN.copy()
     with assume(Device("a3", Cann(9, 1))):
-        out = v_up_npu(torch.empty(0, 6, 512, dtype=torch.bfloat16), torch.empty(6, 512, 128, dtype=torch.bfloat16))
+        out = v_up.npu(torch.empty(0, 6, 512, dtype=torch.bfloat16), torch.empty(6, 512, 128, dtype=torch.bfloat16))
     assert (out.shape, out.dtype, CHOSEN) == ((0, 6, 128), torch.bfloat16, before)
 
 
@@ -159,7 +158,7 @@ cases = st.builds(
 @given(case=cases)
 def test_no_kernel_is_reachable_with_a_case_that_its_documents_exclude(case: Bmm):
     """Written from the documents, not from the limit functions."""
-    name = choose("v_up", CANDIDATES, case).name
+    name = choose("v_up", v_up.kernels, case).name
     event = f"{name} for {case}"
     old = case.device.cann < Cann(9, 2)
     if name in (FUSED, HEAD_MAJOR):
@@ -179,8 +178,8 @@ def test_no_kernel_is_reachable_with_a_case_that_its_documents_exclude(case: Bmm
 
 @given(case=cases)
 def test_the_choice_is_the_first_candidate_without_a_reason(case: Bmm):
-    choice = choose("v_up", CANDIDATES, case)
-    names = [candidate.name for candidate in CANDIDATES]
+    choice = choose("v_up", v_up.kernels, case)
+    names = [candidate.name for candidate in v_up.kernels]
     assert list(choice.refused) == names[: names.index(choice.name)]
     assert all(choice.refused.values())
 
@@ -205,12 +204,12 @@ def test_the_operators_multiply_head_by_head(op, name: str):
     torch.testing.assert_close(op(x[:, :2], w[:2]), want[:, :2])
     assert op(x, w).is_contiguous()
     assert op(x[:0], w).shape == (0, 3, 4)
-    assert name in NPU_KERNELS
-    torch.library.opcheck(op, (x.requires_grad_(), w.requires_grad_()))
-    torch.testing.assert_close(reference(name)(x, w), op(x, w))
+    assert name in npu_operators()
+    torch.library.opcheck(op.overload, (x.requires_grad_(), w.requires_grad_()))
+    torch.testing.assert_close(OPS[name].reference(x, w), op(x, w))
 
 
-@pytest.mark.parametrize("kernel", [v_up_npu, q_absorb_npu])
+@pytest.mark.parametrize("kernel", [v_up.npu, q_absorb.npu])
 @pytest.mark.parametrize(
     ("x", "w"),
     [
@@ -228,9 +227,9 @@ def test_operands_that_do_not_fit_are_refused_before_anything_runs(kernel, x: to
 def test_a_launch_is_recorded_and_a_case_that_nothing_takes_is_an_error():
     before = CHOSEN["v_up", "bmm"]
     with assume(Device("cpu")):
-        v_up_npu(torch.ones(2, 3, 4), torch.ones(3, 4, 5))
+        v_up.npu(torch.ones(2, 3, 4), torch.ones(3, 4, 5))
     assert CHOSEN["v_up", "bmm"] == before + 1
-    picky = [Candidate("one", lambda case: f"{case} is odd" if case % 2 else None, int)]
+    picky = [Kernel("one", lambda case: f"{case} is odd" if case % 2 else None, int)]
     with pytest.raises(LaunchError, match="no kernel for double with 3: one refuses: 3 is odd"):
         choose("double", picky, 3)
     with pytest.raises(LaunchError, match="double has no kernel 'two'; it has one"):

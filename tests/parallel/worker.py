@@ -33,7 +33,7 @@ from kimi_k3_npu.model.attention import CachedAttention
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.model.moe import DispatchedMoE, GatheredMoE
 from kimi_k3_npu.model.vocabulary import VocabularyTable
-from kimi_k3_npu.ops.select import CHOSEN
+from kimi_k3_npu.ops.op import CHOSEN
 from kimi_k3_npu.parallel.experts import AllToAll, ExpertDispatch, Mc2
 from kimi_k3_npu.parallel.groups import Group
 from kimi_k3_npu.parallel.layout import ParallelLayout

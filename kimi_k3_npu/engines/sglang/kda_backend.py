@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.engines.sglang import symbols as engine
-from kimi_k3_npu.ops.kda import kda_chunk, kda_gate, kda_step, normed_qkv, short_conv
+from kimi_k3_npu.ops.kda import kda_gate, kda_step, normed_qkv, short_conv
+from kimi_k3_npu.ops.kda_chunk import kda_chunk
 
 
 class TorchKdaBackend(engine.MambaAttnBackendBase):
