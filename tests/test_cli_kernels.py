@@ -33,7 +33,6 @@ for module in pkgutil.iter_modules(ops.__path__):
 NOT_IN_A_LAYER = {
     "add_rms_norm": "attention residuals are mixed, not added",
     "as_nz": "runs once, after loading",
-    "int4_matrix": "runs once, after loading",
     "dynamic_quant_int8": "part of w8a8_linear",
 }
 

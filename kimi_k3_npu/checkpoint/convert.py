@@ -44,7 +44,7 @@ WORK, REPORT = ".conversion", "conversion.json"
 _JOB = "job.json"
 
 #: To be raised when the same input would give other bytes, so that no conversion is finished by another version.
-VERSION = 1
+VERSION = 2
 
 
 def convert(

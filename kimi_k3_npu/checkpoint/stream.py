@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from kimi_k3_npu.checkpoint.byte_ranges import select
 from kimi_k3_npu.checkpoint.plan import Assignment
 from kimi_k3_npu.checkpoint.reader import Checkpoint, ReadRequest
 from kimi_k3_npu.errors import Fault
+
+#: Bytes of unfinished weights that may wait for the rest of their tensors.
+WAITING = 256 << 20
 
 
 def read_weights(
@@ -32,9 +36,8 @@ def read_weights(
         on_bytes: Called with the size of each tensor that has arrived.
         on_tensor: Called with the name of each and the tensor.
     """
-    requests = [ReadRequest(assignment.name, assignment.source, assignment) for assignment in assignments]
     waiting: dict[str, dict[str, Tensor]] = {}
-    for request, tensor in checkpoint.stream(requests):
+    for request, tensor in _in_order(checkpoint, assignments):
         if on_bytes:
             on_bytes(tensor.nbytes)
         if on_tensor:
@@ -58,6 +61,50 @@ def read_weights(
         if scan and (fault := target.form.fault(tensors)):
             faults.append(Fault("wrong content", assignment.name, fault))
         yield assignment, tensors
+
+
+def _in_order(checkpoint: Checkpoint, assignments: Sequence[Assignment]) -> Iterator[tuple[ReadRequest, Tensor]]:
+    """Read in the order of the files if no more than WAITING bytes then wait for the rest of their weights; else weight
+    by weight, as many together as have that size."""
+    if _most_waiting(checkpoint, assignments) <= WAITING:
+        yield from checkpoint.stream(map(_request, assignments))
+        return
+    weights: dict[str, list[Assignment]] = {}
+    for assignment in sorted(assignments, key=partial(_place, checkpoint)):
+        weights.setdefault(assignment.target.weight, []).append(assignment)
+    together: list[Assignment] = []
+    size = 0
+    for parts in weights.values():
+        size += bytes_to_read(checkpoint, parts)
+        if together and size > WAITING:
+            yield from checkpoint.stream(map(_request, together))
+            together, size = [], bytes_to_read(checkpoint, parts)
+        together += parts
+    yield from checkpoint.stream(map(_request, together))
+
+
+def _most_waiting(checkpoint: Checkpoint, assignments: Iterable[Assignment]) -> int:
+    """The most bytes of unfinished weights when all are read in the order of the files."""
+    several = [assignment for assignment in assignments if len(assignment.target.form.parts) > 1]
+    begun: dict[str, list[int]] = {}
+    waiting = most = 0
+    for assignment in sorted(several, key=partial(_place, checkpoint)):
+        sizes = begun.setdefault(assignment.target.weight, [])
+        sizes.append(bytes_to_read(checkpoint, [assignment]))
+        waiting += sizes[-1]
+        most = max(most, waiting)
+        if len(sizes) == len(assignment.target.form.parts):
+            waiting -= sum(sizes)
+    return most
+
+
+def _place(checkpoint: Checkpoint, assignment: Assignment) -> tuple[str, int]:
+    entry = checkpoint.entries[assignment.name]
+    return str(entry.file), entry.offset
+
+
+def _request(assignment: Assignment) -> ReadRequest:
+    return ReadRequest(assignment.name, assignment.source, assignment)
 
 
 def bytes_to_read(checkpoint: Checkpoint, assignments: Iterable[Assignment]) -> int:

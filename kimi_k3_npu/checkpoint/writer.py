@@ -14,14 +14,17 @@ from torch import Tensor
 from kimi_k3_npu.checkpoint.manifest import TensorSpec
 from kimi_k3_npu.checkpoint.safetensors_header import DTYPES
 
+#: Bytes of the largest element there is.
+ALIGNMENT = 8
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class ShardWriter:
     """A safetensors file under construction at `path`. Tensors may come in any order; each must come once.
 
-    Holds nothing in memory. Tensors with larger elements lie first, so that each begins at a multiple of its element's
-    size.
+    Holds nothing in memory. Tensors lie in the order given, so that those of one weight are read together, and each
+    begins at a multiple of its element's size: those that would move the next off come last, larger elements first.
     """
 
     def __init__(self, path: Path, tensors: Iterable[TensorSpec]) -> None:
@@ -29,7 +32,7 @@ class ShardWriter:
         self._missing: dict[str, tuple[TensorSpec, int]] = {}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for spec in sorted(tensors, key=lambda spec: -spec.dtype.itemsize):
+        for spec in sorted(tensors, key=lambda spec: -spec.dtype.itemsize if spec.nbytes % ALIGNMENT else -ALIGNMENT):
             header[spec.name] = {
                 "dtype": _NAMES[spec.dtype],
                 "shape": list(spec.shape),

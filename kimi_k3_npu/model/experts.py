@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kimi_k3_npu.config import MXFP4_GROUP, TextConfig
 from kimi_k3_npu.ops.experts import moe_experts, moe_experts_mxfp4
-from kimi_k3_npu.ops.experts_int4 import moe_experts_int4_group, moe_experts_w4a8, w4a8_layout
+from kimi_k3_npu.ops.experts_int4 import int4_layout, moe_experts_int4_group, moe_experts_w4a8, w4a8_layout
 from kimi_k3_npu.ops.formats import mxfp4_layout
 from kimi_k3_npu.parallel.mesh import Mesh
 from kimi_k3_npu.parallel.shard import Layer, Piece, Slices
@@ -70,7 +70,7 @@ class Experts(Layer):
         super().__init__()
         held = mesh.ep.part(config.num_experts, "routed experts")
         self.first, dealt = held.start, mesh.ep.size
-        self.betas = config.activation_betas
+        self.betas, self.dtype = config.activation_betas, dtype
         latent, inner, count = config.expert_hidden_size, config.moe_intermediate_size, held.stop - held.start
         unit = max(size for stored in self.stored.values() for size in (stored.rows, stored.columns))
         units = mesh.moe_tp.part(inner // unit, "expert width" if unit == 1 else f"expert width / {unit}")
@@ -136,7 +136,7 @@ class W4A8Experts(Experts):
 class Int4PairExperts(Experts):
     """MXFP4's values on hardware without 4-bit floats: the sum of two 4-bit integers, under one scale for 32 inputs.
 
-    Transposed and eight integers a word, which is how the NPU's products take them.
+    Transposed and eight integers a word, in one order in files and another that a device's products may want.
     """
 
     stored: ClassVar[dict[str, Stored]] = {
@@ -145,9 +145,16 @@ class Int4PairExperts(Experts):
         "_scale": Stored(torch.bfloat16, columns=MXFP4_GROUP, transposed=True),
     }
 
+    def prepare(self) -> None:
+        """Lay the codes out for this device's products. Both layouts look alike, so none is laid out twice."""
+        for name in ("w13_first", "w13_second", "w2_first", "w2_second"):
+            if self.is_as_published(name):
+                self.lay_out(name, int4_layout(self.get_parameter(name), self.dtype))
+
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         w13, w2 = [self.w13_first, self.w13_second], [self.w2_first, self.w2_second]
-        return moe_experts_int4_group(x, weights, ids, w13, self.w13_scale, w2, self.w2_scale, self.first, *self.betas)
+        matrices = (w13, self.w13_scale, w2, self.w2_scale, self.is_laid_out)
+        return moe_experts_int4_group(x, weights, ids, *matrices, self.first, *self.betas)
 
 
 #: The forms in which routed experts can be kept in memory.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.config import TextConfig
-from kimi_k3_npu.ops.experts_int4 import prepare_int4_group, prepare_w4a8, w4a8_bias
+from kimi_k3_npu.ops.experts_int4 import int4_layout, prepare_mxfp4_as_int4, prepare_w4a8, w4a8_bias
 from kimi_k3_npu.ops.formats import as_nz
 from kimi_k3_npu.ops.quant_linear import prepare_w8a8
 
@@ -339,17 +339,20 @@ def w4a8_experts(s: Sizes) -> Arguments:
 
 
 def prepare_int4_experts(*arguments: Any) -> Arguments:
-    x, weights, ids, w13, w13_scale, w2, w2_scale, *rest = arguments
-    return x, weights, ids, *prepare_int4_group(w13[0], w13_scale), *prepare_int4_group(w2[0], w2_scale), *rest
+    """As loading lays them out."""
+    x, weights, ids, w13, w13_scale, w2, w2_scale, _, *rest = arguments
+    w13, w2 = ([int4_layout(codes, x.dtype) for codes in matrix] for matrix in (w13, w2))
+    return x, weights, ids, w13, w13_scale, w2, w2_scale, True, *rest
 
 
 @case("moe_experts_int4_group", ROUNDED_INSIDE, prepare=prepare_int4_experts)
 def int4_experts(s: Sizes) -> Arguments:
+    """MXFP4's values, each the sum of two integers."""
     matrices: list[Any] = []
     for N, K in expert_shapes(s):
-        scale = s.uniform(EXPERTS, N, K // 32, low=0.1, high=0.3) * K**-0.5
-        matrices += [[s.bytes(EXPERTS, N, K // 2).view(torch.int32)], scale.to(s.dtype)]
-    return *visits(s), *matrices, FIRST_EXPERT, *s.config.activation_betas
+        packed, scale = s.bytes(EXPERTS, N, K // 2), (s.below(2, EXPERTS, N, K // 32) + 118).to(torch.uint8)
+        matrices += prepare_mxfp4_as_int4(packed, scale, s.dtype)
+    return *visits(s), *matrices, False, FIRST_EXPERT, *s.config.activation_betas
 
 
 @case("dynamic_quant_int8", ONE_STEP, canonical=lambda codes, scale: (codes * scale.unsqueeze(-1), scale))
@@ -373,9 +376,3 @@ def int8_linear(s: Sizes) -> Arguments:
 @case("as_nz", EXACT)
 def cast(s: Sizes) -> Arguments:
     return s.normal(EXPERTS, s.config.expert_hidden_size, s.config.moe_intermediate_size), False
-
-
-@case("int4_matrix", EXACT, canonical=lambda packed: (torch.zeros_like(packed),))
-def packing(s: Sizes) -> Arguments:
-    """Only the shape is compared: which nibble goes where is the operator's own affair."""
-    return (s.below(16, s.config.expert_hidden_size, s.config.moe_intermediate_size).to(torch.int8) - 8,)

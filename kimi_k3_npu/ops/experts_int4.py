@@ -4,10 +4,11 @@ Letters as in `ops.experts`; of one matrix, [N, K] is its published shape (N out
 published correction is split into.
 
 - W4A8 (ModelSlim's W4A8_DYNAMIC): one scale an output; rows are rounded to int8 while they are used.
-- Grouped int4 (W4A16): one scale for each 32 inputs. A matrix may be the sum of two under the same scales, which holds
-  every MXFP4 value exactly: twice it is an integer in -12..12, a sum of two nibbles.
+- Grouped int4 (W4A16): one scale for each 32 inputs. A matrix is the sum of two under the same scales, which holds
+  every MXFP4 value exactly: twice it is an integer in -12..12, a sum of two nibbles. It is kept transposed and packed
+  by `int4.pack_columns`; an NPU's products want its nibbles in an order of their own.
 
-What the layout of a tensor is shows in its shape or dtype, so the references take both layouts.
+What the layout of W4A8 is shows in shapes and dtypes, so its reference takes both layouts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.ops.constants import constant
 from kimi_k3_npu.ops.device import current
 from kimi_k3_npu.ops.experts import by_expert
@@ -27,8 +29,7 @@ from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refu
 from kimi_k3_npu.ops.int4 import (
     HIGHEST,
     LOWEST,
-    from_offset,
-    int4_matrix,
+    pack_columns,
     rows_to_columns,
     unpack_columns,
     unpack_rows,
@@ -77,7 +78,7 @@ def moe_experts_w4a8(
 
 @operator(
     "moe_experts_int4_group(Tensor x, Tensor weights, Tensor ids, Tensor[] w13, Tensor w13_scale, Tensor[] w2, "
-    "Tensor w2_scale, int first_expert, float? beta, float? linear_beta) -> Tensor"
+    "Tensor w2_scale, bool laid_out, int first_expert, float? beta, float? linear_beta) -> Tensor"
 )
 def moe_experts_int4_group(
     x: Tensor,
@@ -87,16 +88,23 @@ def moe_experts_int4_group(
     w13_scale: Tensor,
     w2: Sequence[Tensor],
     w2_scale: Tensor,
+    laid_out: bool,
     first_expert: int,
     beta: float | None,
     linear_beta: float | None,
 ) -> Tensor:
     """`moe_experts` on grouped int4 weights, here each expanded while it is used.
 
-    Of each matrix, published (compressed-tensors' pack-quantized): one int32 [E, N, K/8], each nibble a value plus 8,
-    with scale [E, N, K/32]; or what `prepare_int4_group` or `prepare_mxfp4_as_int4` makes of it: one int32 [E, K, N/8]
-    or two, to be added, with scale [E, K/32, N] in x's dtype.
+    Of each matrix: int32 [E, K, N/8], one or two to be added, as `pack_columns` packs them, and scale [E, K/32, N].
+
+    Raises:
+        LaunchError: They have been laid out for an NPU's products (`laid_out`), in an order that only those know.
     """
+    if laid_out and x.shape[0]:
+        raise LaunchError(
+            "int4 experts lie as an NPU's products take them, which this device or dtype cannot read; load the model "
+            "again where and as it is to run"
+        )
 
     def expert(e: int, rows: Tensor) -> Tensor:
         first = int4_group_matrix([codes[e] for codes in w13], w13_scale[e], x.dtype)
@@ -114,10 +122,7 @@ def w4a8_matrix(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def int4_group_matrix(codes: Sequence[Tensor], scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A published or prepared grouped int4 matrix, expanded to [N, K]."""
-    if codes[0].shape[0] == scale.shape[0]:  # N rows each; prepared, there are 32 times as many of codes
-        values = unpack_columns(from_offset(codes[0]))
-        return (values.unflatten(-1, (-1, GROUP)) * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
+    """A grouped int4 matrix, int32 [K, N/8] each and scale [K/32, N], expanded to [N, K]."""
     values = torch.stack([unpack_columns(part) for part in codes]).sum(0)
     return (values.unflatten(0, (-1, GROUP)) * scale.float().unsqueeze(1)).flatten(0, 1).t().to(dtype)
 
@@ -155,11 +160,22 @@ def w4a8_layout_npu(codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor,
     return prepare_w4a8(codes, scale, bias)
 
 
-def prepare_int4_group(codes: Tensor, scale: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Published int32 [E, N, K/8], scale [E, N, K/32] -> [int32 [E, K, N/8]], scale [E, K/32, N]."""
-    # One expert at a time: what torch_npu packs it takes as int32, eight times the size.
-    packed = torch.stack([int4_matrix(unpack_columns(from_offset(matrix)).t().contiguous()) for matrix in codes])
-    return [packed], scale.transpose(1, 2).contiguous()
+@operator("int4_layout(Tensor codes, ScalarType dtype) -> Tensor")
+def int4_layout(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """int32 [E, K, N/8] from `pack_columns` as this device multiplies rows of `dtype` by them: here `codes` itself."""
+    return codes
+
+
+@int4_layout.layout
+def int4_layout_npu(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """By torch_npu's own packing, whose page leaves the order of the nibbles to the operator; `codes` itself where
+    `refuse_int4` leaves no product to read them."""
+    if current().soc == "a5" or dtype not in HALVES:
+        return codes
+    packed = torch.empty_like(codes)
+    for place, matrix in zip(packed, codes, strict=True):  # one by one: what is packed is eight times as large
+        place.copy_(torch.ops.npu.npu_convert_weight_to_int4pack(unpack_columns(matrix).to(torch.int32)))
+    return packed
 
 
 def prepare_mxfp4_as_int4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -175,14 +191,14 @@ def prepare_mxfp4_as_int4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> 
         values = doubled[nibbles.int()].t()
         first = values.clamp(LOWEST, HIGHEST)
         for part, codes in zip(parts, (first, values - first), strict=True):
-            part.append(int4_matrix(codes.contiguous()))
+            part.append(pack_columns(codes.contiguous()))
     halves = torch.exp2(scale.float() - 128).masked_fill(scale == 255, torch.nan)
     return [torch.stack(part) for part in parts], halves.transpose(1, 2).to(dtype).contiguous()
 
 
 @dataclass(frozen=True)
 class Int4Visit:
-    """A visit of experts in a 4-bit format; `prepared` says whether all of their tensors are."""
+    """A visit of experts in a 4-bit format; `prepared` says whether their tensors are laid out for the NPU."""
 
     visit: Visit
     prepared: bool
@@ -221,13 +237,13 @@ def _int4_group_case(
     w13_scale: Tensor,
     w2: Sequence[Tensor],
     w2_scale: Tensor,
+    laid_out: bool,
     first_expert: int,
     beta: float | None,
     linear_beta: float | None,
 ) -> tuple:
-    prepared = all(codes[0].shape[1] == GROUP * scale.shape[1] for codes, scale in ((w13, w13_scale), (w2, w2_scale)))
-    inner = GROUP * w2_scale.shape[1 if prepared else 2]
-    return *visit_of(x, ids, w13_scale.shape[0], first_expert, inner), prepared
+    experts, groups, _ = w2_scale.shape
+    return *visit_of(x, ids, experts, first_expert, GROUP * groups), laid_out
 
 
 def refuse_int4(case: Int4Visit) -> str | None:
@@ -284,6 +300,7 @@ def int4_group(
     w13_scale: Tensor,
     w2: Sequence[Tensor],
     w2_scale: Tensor,
+    laid_out: bool,
     first_expert: int,
     beta: float | None,
     linear_beta: float | None,

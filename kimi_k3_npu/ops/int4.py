@@ -1,25 +1,17 @@
-"""Packed 4-bit integers: two's complement nibbles, -8..7, in the orders that checkpoints and NPU operators use.
+"""Packed 4-bit integers: two's complement nibbles, -8..7, in the orders that checkpoints and documented operators use.
 
     along rows      int8 [..., N/2, K]: byte (i, k) holds rows 2i (low nibble) and 2i + 1 of column k    (ModelSlim)
-    along columns   int32 [..., K, N/8]: bits 4j..4j+3 hold column 8i + j                                (NPU operators)
+    along columns   int32 [..., K, N/8]: bits 4j..4j+3 hold column 8i + j                       (W4A8's product, int4x2)
 
-compressed-tensors packs along columns too, each value plus 8; flipping the high bit of every nibble converts.
 Bytes are little endian, so the nibbles of an int32 are those of its bytes in order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from kimi_k3_npu.ops.device import Device
-from kimi_k3_npu.ops.op import operator
-
 LOWEST, HIGHEST = -8, 7
-
-_HIGH_BITS = -0x77777778  # 0x88888888 as an int32
 
 
 def unpack_rows(packed: Tensor) -> Tensor:
@@ -47,36 +39,6 @@ def pack_columns(codes: Tensor) -> Tensor:
 def rows_to_columns(packed: Tensor) -> Tensor:
     """int8 [..., N/2, K] along rows -> int8 [..., K, N/2] along columns: a transposition, no nibble moves."""
     return packed.transpose(-1, -2).contiguous()
-
-
-def from_offset(packed: Tensor) -> Tensor:
-    """int32 whose nibbles are value + 8 -> int32 whose nibbles are the values; and back."""
-    return packed ^ _HIGH_BITS
-
-
-@dataclass(frozen=True)
-class Codes:
-    """Some codes to pack on one device."""
-
-    device: Device
-
-
-@operator("int4_matrix(Tensor codes) -> Tensor")
-def int4_matrix(codes: Tensor) -> Tensor:
-    """int8 [K, N] in -8..7 -> int32 [K, N/8], as the weight-only products of this device take it."""
-    return pack_columns(codes)
-
-
-@int4_matrix.case(Codes)
-def _case(codes: Tensor) -> tuple:
-    return ()
-
-
-@int4_matrix.kernel("npu_convert_weight_to_int4pack")
-def npu_packed(codes: Tensor) -> Tensor:
-    """By torch_npu's own packing, whose page leaves the order of the nibbles to the operator. No limit of it binds: the
-    matrix is 2-D, and N a multiple of 8 in any packed form."""
-    return torch.ops.npu.npu_convert_weight_to_int4pack(codes.to(torch.int32).contiguous())
 
 
 def _nibbles(packed: Tensor) -> tuple[Tensor, Tensor]:

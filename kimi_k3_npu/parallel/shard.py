@@ -103,6 +103,10 @@ class Layer(nn.Module):
         """Whether a device has been given some parameter otherwise than as it was published."""
         return bool(self._published)
 
+    def is_as_published(self, name: str) -> bool:
+        """Whether the parameter `name` holds what was loaded, and not what a device was given in its place."""
+        return name not in self._published or name in self._former
+
     def restore(self) -> None:
         """Give parameters that were laid out otherwise their published shapes again, for a load to fill.
 

@@ -165,7 +165,7 @@ def moe_experts_int4_group(empty, s):
     def matrix(N: int, K: int):
         return [empty(held, K, N // 8, dtype=INT32) for _ in range(2)], empty(held, K // 32, N)
 
-    return (*routed(empty, s), *matrix(2 * I, L), *matrix(L, I), 3 * held, *betas), [((s.T, L), BF16)]
+    return (*routed(empty, s), *matrix(2 * I, L), *matrix(L, I), True, 3 * held, *betas), [((s.T, L), BF16)]
 
 
 @case
@@ -183,11 +183,6 @@ def w8a8_linear(empty, s):
 @case
 def as_nz(empty, s):
     return (empty(held, L, I, dtype=INT8), False), [((held, L, I), INT8)]
-
-
-@case
-def int4_matrix(empty, s):
-    return (empty(L, 2 * I, dtype=INT8),), [((L, 2 * I // 8), INT32)]
 
 
 #: The candidate of each kernel on an A3 and on an A5 with sgl_kernel_npu, for any number of tokens but 0.
@@ -210,7 +205,6 @@ CHOSEN_ON = {
     "dynamic_quant_int8": ("npu_dynamic_quant", "npu_dynamic_quant"),
     "w8a8_linear": ("npu_quant_matmul", "npu_quant_matmul"),
     "as_nz": ("npu_format_cast", "npu_format_cast"),
-    "int4_matrix": ("npu_convert_weight_to_int4pack",) * 2,
 }
 #: Without the package.
 COMPOSED_WITHOUT_SGL = ("situ_and_mul", "mix_residuals", "kda_gate", "kda_chunk")
@@ -254,7 +248,7 @@ def test_contract(soc: str, name: str, attn_tp: int):
     wanted = CHOSEN_ON[name][soc == "a5"]
     with with_sgl_kernel_npu():
         ran = {tokens: check(name, Size(attn_tp, tokens), device) for tokens in TOKENS}
-    sized = name not in ("as_nz", "int4_matrix")  # these are of weights
+    sized = name != "as_nz"  # which is of weights
     nothing = None if name in ("q_absorb", "v_up") else "composed"
     assert ran == {tokens: wanted if tokens or not sized else nothing for tokens in TOKENS}
 

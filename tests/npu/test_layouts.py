@@ -14,15 +14,17 @@ from kimi_k3_npu import load_model
 from kimi_k3_npu.checkpoint.load import load_weights
 from kimi_k3_npu.checkpoint.reader import Checkpoint
 from kimi_k3_npu.checkpoint.storage import read_storage
-from kimi_k3_npu.model.experts import Experts, PackedExperts, W4A8Experts
+from kimi_k3_npu.model.experts import Experts, Int4PairExperts, PackedExperts, W4A8Experts
 from kimi_k3_npu.ops import experts, formats
 from kimi_k3_npu.ops.cases import INT8_ROWS_TWICE, MXFP8_ROWS, Tolerance
 from kimi_k3_npu.ops.device import Device, assume, parse_cann
 from kimi_k3_npu.ops.experts_int4 import w4a8_bias
 from kimi_k3_npu.ops.op import CHOSEN
 from kimi_k3_npu.parallel.mesh import Mesh
+from tests.npu.emulation import experts as experts_emulation
 from tests.npu.emulation import fresh, install
-from tests.npu.emulation.weights import nz_tiles
+from tests.npu.emulation import weights as weights_emulation
+from tests.npu.emulation.weights import nz_tiles, unpack_int4
 from tests.npu.on_cpu import on_cpu
 from tests.npu.test_model import FULL
 
@@ -96,7 +98,9 @@ def test_the_product_runs_on_what_is_laid_out(
 
 
 @pytest.mark.parametrize(
-    ("kind", "device"), [(W4A8Experts, A5), (PackedExperts, A3)], ids=["W4A8 on a5", "MXFP4 on a3"]
+    ("kind", "device"),
+    [(W4A8Experts, A5), (PackedExperts, A3), (Int4PairExperts, A5)],
+    ids=["W4A8 on a5", "MXFP4 on a3", "int4x2 on a5"],
 )
 def test_what_no_product_takes_stays_as_it_is(kind: type[Experts], device: Device) -> None:
     layer = filled(kind)
@@ -104,6 +108,52 @@ def test_what_no_product_takes_stays_as_it_is(kind: type[Experts], device: Devic
     with on_cpu(), assume(device):
         layer.prepare()
     assert all(parameter is before[name] for name, parameter in layer.named_parameters())
+
+
+@pytest.fixture
+def another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that packs and reads the nibbles of weight-only products in another order than files have."""
+    for module in (weights_emulation, experts_emulation):
+        monkeypatch.setattr(module, "nibble_order", [0, 2, 4, 6, 1, 3, 5, 7])
+
+
+@pytest.mark.parametrize("device", [A2, A3], ids=["a2", "a3"])
+def test_int4x2_is_laid_out_in_the_order_of_the_device(device: Device, another_order: None) -> None:
+    layer, other = filled(Int4PairExperts), filled(Int4PairExperts)
+    wanted, wanted_other = visit(layer).float(), visit(other).float()
+    with on_cpu(), assume(device):
+        layer.prepare()
+        first = dict(layer.named_parameters())
+        layer.prepare()
+        assert all(parameter is first[name] for name, parameter in layer.named_parameters())
+        CHOSEN.clear()
+        close(visit(layer).float(), wanted)
+        assert CHOSEN["moe_experts_int4_group", "grouped_matmul_int4"] == 1
+
+        places = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+        layer.restore()
+        for name, parameter in layer.named_parameters():
+            parameter.data.copy_(other.get_parameter(name))
+        layer.prepare()
+        assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == places
+        close(visit(layer).float(), wanted_other)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    """To the rounding of two sums to bfloat16."""
+    assert (found - wanted).abs().max() <= 2**-5 * wanted.abs().max()
+
+
+def test_one_order_in_files_whatever_the_device_packs(oracle: Callable[[str], Oracle], another_order: None) -> None:
+    """Loading MXFP4 as int4x2 for a device makes what a conversion on another machine has written."""
+    source, options = oracle("k3-mxfp4"), {"expert_weights": "int4x2", "dtype": BF16}
+    elsewhere = load_model(source.folder, **options).layers["2"].mlp.experts
+    with on_cpu(), assume(A3):
+        here = load_model(source.folder, **options).layers["2"].mlp.experts
+    for name in ("w13_first", "w13_second", "w2_first", "w2_second"):
+        codes, laid_out = elsewhere.get_parameter(name), here.get_parameter(name)
+        assert torch.equal(unpack_int4(laid_out, weights_emulation.nibble_order), unpack_int4(codes)), name
+        assert not torch.equal(laid_out, codes) or name.endswith("second")
 
 
 @pytest.mark.parametrize(

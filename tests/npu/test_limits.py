@@ -18,8 +18,8 @@ from torch import Tensor
 from kimi_k3_npu.ops import attention, op
 from kimi_k3_npu.ops import experts as experts_module
 from kimi_k3_npu.ops.device import Device, assume, parse_cann
-from kimi_k3_npu.ops.experts_int4 import prepare_int4_group, prepare_mxfp4_as_int4, prepare_w4a8
-from kimi_k3_npu.ops.int4 import from_offset, pack_columns, pack_rows
+from kimi_k3_npu.ops.experts_int4 import int4_layout, prepare_mxfp4_as_int4, prepare_w4a8
+from kimi_k3_npu.ops.int4 import pack_rows
 from kimi_k3_npu.ops.op import OPS, Choice, npu_operators
 from tests.npu.emulation import fresh, install, with_sgl_kernel_npu
 from tests.npu.emulation.weights import nz_tiles
@@ -196,21 +196,21 @@ def moe_experts_w4a8(draw: Draw, device: Device) -> tuple:
 
 
 def moe_experts_int4_group(draw: Draw, device: Device) -> tuple:
+    """Laid out or not; what is laid out is only ever read by the product."""
     dtype = draw(st.sampled_from([BF16, FP32]))
     x, weights, ids, held, first = routed(draw, 64, dtype)
-    form = draw(st.sampled_from(["published", "prepared", "two"]))
-    matrices = []
+    matrices: list[Any] = []
+    laid_out = bool(held) and dtype == BF16 and device.soc != "a5" and draw(st.booleans())
     for N, K in ((128, 64), (64, 64)):
-        codes = torch.randint(-8, 8, (held, N, K), dtype=torch.int8)
-        published = from_offset(pack_columns(codes)), torch.rand(held, N, K // 32).to(dtype)
+        codes, scale = prepare_mxfp4_as_int4(*mxfp4(held, N, K), dtype) if held else nothing(N, K, dtype)
         with on_cpu():
-            if form == "published" or not held:
-                matrices += [[published[0]], published[1]]
-            elif form == "prepared":
-                matrices += prepare_int4_group(*published)
-            else:
-                matrices += prepare_mxfp4_as_int4(*mxfp4(held, N, K), dtype)
-    return x, weights, ids, *matrices, first, 4.0, 25.0
+            matrices += [[int4_layout(part, dtype) for part in codes] if laid_out else codes, scale]
+    return x, weights, ids, *matrices, laid_out, first, 4.0, 25.0
+
+
+def nothing(N: int, K: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """The matrices of no expert."""
+    return [torch.zeros(0, K, N // 8, dtype=torch.int32)] * 2, torch.zeros(0, K // 32, N, dtype=dtype)
 
 
 def dynamic_quant_int8(draw: Draw, device: Device) -> tuple:
@@ -230,18 +230,13 @@ def as_nz(draw: Draw, device: Device) -> tuple:
     return torch.zeros(shape, dtype=dtype), fp4
 
 
-def int4_matrix(draw: Draw, device: Device) -> tuple:
-    codes = torch.randint(-8, 8, (draw(st.integers(1, 3)), draw(st.sampled_from([8, 24]))), dtype=torch.int8)
-    return (maybe_strided(draw, codes),)
-
-
 #: What draws the arguments of each operator.
 ARGUMENTS = {
     function.__name__: function
     for function in (
         *(rms_norm, add_rms_norm, situ_and_mul, mix_residuals, route, kda_gate, kda_chunk, latent_attention),
         *(causal_attention, v_up, moe_experts, moe_experts_mxfp4, moe_experts_w4a8, moe_experts_int4_group),
-        *(dynamic_quant_int8, w8a8_linear, as_nz, int4_matrix),
+        *(dynamic_quant_int8, w8a8_linear, as_nz),
     )
 }
 ARGUMENTS["q_absorb"] = v_up

@@ -66,7 +66,6 @@ NOT_IN_THE_ORACLE = {
     "dynamic_quant_int8",
     "w8a8_linear",
     "as_nz",
-    "int4_matrix",
 }
 
 

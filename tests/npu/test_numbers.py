@@ -13,15 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.ops import attention, residual
 from kimi_k3_npu.ops import experts as experts_module
 from kimi_k3_npu.ops.attention import causal_attention, latent_attention
 from kimi_k3_npu.ops.device import Device, assume, parse_cann
 from kimi_k3_npu.ops.experts import moe_experts, moe_experts_mxfp4
 from kimi_k3_npu.ops.experts_int4 import (
+    int4_layout,
     moe_experts_int4_group,
     moe_experts_w4a8,
-    prepare_int4_group,
     prepare_mxfp4_as_int4,
     prepare_w4a8,
     w4a8_bias,
@@ -29,7 +30,7 @@ from kimi_k3_npu.ops.experts_int4 import (
 )
 from kimi_k3_npu.ops.formats import as_nz
 from kimi_k3_npu.ops.grouped import expand, grouped_matmul
-from kimi_k3_npu.ops.int4 import from_offset, int4_matrix, pack_columns, pack_rows, unpack_columns
+from kimi_k3_npu.ops.int4 import pack_rows
 from kimi_k3_npu.ops.kda import kda_gate, l2_norm
 from kimi_k3_npu.ops.kda_chunk import kda_chunk
 from kimi_k3_npu.ops.norm import add_rms_norm, rms_norm
@@ -40,6 +41,8 @@ from kimi_k3_npu.ops.residual import mix_residuals
 from kimi_k3_npu.ops.routing import route
 from kimi_k3_npu.ops.situ import gated_activation_of_groups, situ_and_mul
 from tests.npu.emulation import calls, fresh, install, with_sgl_kernel_npu
+from tests.npu.emulation import experts as experts_emulation
+from tests.npu.emulation import weights as weights_emulation
 from tests.npu.emulation.weights import decode_e8m0, nz_tiles
 from tests.npu.on_cpu import on_cpu
 
@@ -438,39 +441,46 @@ def test_w4a8_correction_of_a_checkpoint_that_has_none():
     torch.testing.assert_close(w4a8_bias(codes, scale), bias.sum(-1, keepdim=True))
 
 
-def int4_group(held: int, N: int, K: int) -> tuple[Tensor, Tensor]:
-    """A published matrix."""
-    codes = torch.randint(-8, 8, (held, N, K), dtype=torch.int8)
-    return from_offset(pack_columns(codes)), (torch.rand(held, N, K // 32) / 32).to(BF16)
+#: Of the nibbles of an int32, as devices might pack and read them.
+ORDERS = {
+    "as in files": [0, 1, 2, 3, 4, 5, 6, 7],
+    "halves apart": [0, 2, 4, 6, 1, 3, 5, 7],
+    "reversed": [7, 6, 5, 4, 3, 2, 1, 0],
+}
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("first", "held"), RANGES)
 @pytest.mark.parametrize("T", [0, 1, 20])
-def test_grouped_int4_experts(T: int, first: int, held: int):
+def test_mxfp4_experts_as_two_int4(T: int, first: int, held: int, order: str, monkeypatch: pytest.MonkeyPatch):
+    """Whatever the order of nibbles that a device packs and reads, which its page leaves open."""
+    monkeypatch.setattr(weights_emulation, "nibble_order", ORDERS[order])
+    monkeypatch.setattr(experts_emulation, "nibble_order", ORDERS[order])
     x, weights, ids = routed(T, BF16)
-    published = (int4_group(held, 2 * I, H), int4_group(held, H, I))
+    w13, w2 = mxfp4_quantize(torch.randn(held, 2 * I, H) / 8), mxfp4_quantize(torch.randn(held, H, I) / 8)
+    matrices = [part for matrix in (w13, w2) for part in prepare_mxfp4_as_int4(*matrix, BF16)]
+    want = moe_experts_mxfp4.reference(x, weights, ids, *w13, *w2, first, *BETAS)
+    close(moe_experts_int4_group.reference(x, weights, ids, *matrices, False, first, *BETAS), want, 0)
     with on_cpu():
-        prepared = [part for matrix in published for part in prepare_int4_group(*matrix)]
-    published = [part for codes, scale in published for part in ([codes], scale)]
-    want = moe_experts_int4_group.reference(x, weights, ids, *published, first, *BETAS)
-    close(moe_experts_int4_group.reference(x, weights, ids, *prepared, first, *BETAS), want, 0)
-    close(moe_experts_int4_group.npu(x, weights, ids, *prepared, first, *BETAS), want, 6 * ROUNDING)
-    assert calls["npu_grouped_matmul"] == 2 * bool(T)
+        laid_out = [[int4_layout(part, BF16) for part in x] if isinstance(x, list) else x for x in matrices]
+    assert torch.equal(matrices[0][0], laid_out[0][0]) is (order == "as in files" or not held)
+    close(moe_experts_int4_group.npu(x, weights, ids, *laid_out, True, first, *BETAS), want, 8 * ROUNDING)
+    assert calls["npu_grouped_matmul"] == 4 * bool(T)
     CHOSEN.clear()
-    close(moe_experts_int4_group.npu(x, weights, ids, *published, first, *BETAS), want, 0)
+    close(moe_experts_int4_group.npu(x, weights, ids, *matrices, False, first, *BETAS), want, 0)
     assert chosen("moe_experts_int4_group") == "composed"
 
 
-@pytest.mark.parametrize("T", [0, 1, 20])
-def test_mxfp4_experts_as_two_int4(T: int):
-    x, weights, ids = routed(T, BF16)
-    w13, w2 = mxfp4_quantize(torch.randn(E, 2 * I, H) / 8), mxfp4_quantize(torch.randn(E, H, I) / 8)
+def test_what_is_laid_out_for_int4_products_is_never_read_otherwise():
+    x, weights, ids = routed(2, FP32)
+    w13, w2 = mxfp4_quantize(torch.randn(E, 2 * I, H)), mxfp4_quantize(torch.randn(E, H, I))
+    matrices = [part for matrix in (w13, w2) for part in prepare_mxfp4_as_int4(*matrix, FP32)]
     with on_cpu():
-        prepared = [part for matrix in (w13, w2) for part in prepare_mxfp4_as_int4(*matrix, BF16)]
-    want = moe_experts_mxfp4.reference(x, weights, ids, *w13, *w2, 0, *BETAS)
-    close(moe_experts_int4_group.reference(x, weights, ids, *prepared, 0, *BETAS), want, 0)  # the same matrices
-    close(moe_experts_int4_group.npu(x, weights, ids, *prepared, 0, *BETAS), want, 8 * ROUNDING)  # two sums, rounded
-    assert calls["npu_grouped_matmul"] == 4 * bool(T)
+        assert int4_layout(matrices[0][0], FP32) is matrices[0][0]  # no product takes rows of fp32
+        with assume(Device("a5", parse_cann("9.1"))):
+            assert int4_layout(matrices[0][0], BF16) is matrices[0][0]
+    with pytest.raises(LaunchError, match="int4 experts lie as an NPU's products take them"):
+        moe_experts_int4_group.npu(x, weights, ids, *matrices, True, 0, *BETAS)
 
 
 # --- linear layers, formats ---
@@ -518,9 +528,3 @@ def test_formats():
     assert nz_tiles(as_nz.npu(bytes_, True)) is None  # no 4-bit floats on an A3
     with assume(A5):
         assert nz_tiles(as_nz.npu(bytes_, True)) == (torch.uint8, True)
-
-
-def test_packing():
-    codes = torch.randint(-8, 8, (6, 16), dtype=torch.int8)
-    assert torch.equal(int4_matrix.npu(codes), pack_columns(codes))
-    assert torch.equal(unpack_columns(pack_columns(codes)), codes)

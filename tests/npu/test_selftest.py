@@ -37,7 +37,6 @@ KERNELS = {
     "as_nz": ["npu_format_cast"],
     "causal_attention": ["fia_v2_expanded"],
     "dynamic_quant_int8": ["npu_dynamic_quant"],
-    "int4_matrix": ["int4_matrix.npu"],
     "kda_chunk": ["sgl_chunk_kda_fwd", "composed"],
     "kda_gate": ["sgl_kda_gate", "composed"],
     "latent_attention": ["fia_v2_absorbed"],

@@ -15,13 +15,12 @@ from kimi_k3_npu.ops.experts_int4 import (
     int4_group_matrix,
     moe_experts_int4_group,
     moe_experts_w4a8,
-    prepare_int4_group,
     prepare_mxfp4_as_int4,
     prepare_w4a8,
     w4a8_bias,
     w4a8_matrix,
 )
-from kimi_k3_npu.ops.int4 import from_offset, pack_columns, pack_rows, rows_to_columns, unpack_columns, unpack_rows
+from kimi_k3_npu.ops.int4 import pack_columns, pack_rows, rows_to_columns, unpack_columns, unpack_rows
 from kimi_k3_npu.ops.quant import mxfp4_dequantize, mxfp4_quantize
 from kimi_k3_npu.ops.quant_linear import dynamic_quant_int8, prepare_w8a8, w8a8_linear
 
@@ -49,8 +48,6 @@ def test_packing_and_back(sizes: tuple[int, int, int]) -> None:
     codes = random_codes(*sizes)
     assert torch.equal(unpack_rows(pack_rows(codes)), codes)
     assert torch.equal(unpack_columns(pack_columns(codes)), codes)
-    assert torch.equal(unpack_columns(from_offset(pack_columns(codes))), ((codes + 8 + 8) & 15) - 8)
-    assert torch.equal(from_offset(from_offset(pack_columns(codes))), pack_columns(codes))
 
 
 @given(SIZES)
@@ -90,15 +87,10 @@ def test_both_layouts_of_w4a8_are_one_matrix() -> None:
 
 
 @pytest.mark.parametrize(("N", "K"), [(16, 64), (64, 64), (8, 32), (32, 256)])
-def test_both_layouts_of_grouped_int4_are_one_matrix(N: int, K: int) -> None:
-    codes, scale = random_codes(2, N, K), torch.rand(2, N, K // 32).bfloat16()
-    packed = from_offset(pack_columns(codes))
-    (ready,), ready_scale = prepare_int4_group(packed, scale)
-    assert (ready.shape, ready_scale.shape) == ((2, K, N // 8), (2, K // 32, N))
-    for e in range(2):
-        want = codes[e] * scale[e].float().repeat_interleave(32, dim=-1)
-        assert torch.equal(int4_group_matrix([packed[e]], scale[e], torch.float32), want)
-        assert torch.equal(int4_group_matrix([ready[e]], ready_scale[e], torch.float32), want)
+def test_grouped_int4_is_the_sum_of_its_parts(N: int, K: int) -> None:
+    parts, scale = [random_codes(K, N) for _ in range(2)], torch.rand(K // 32, N)
+    want = sum(part.float() for part in parts) * scale.repeat_interleave(32, dim=0)
+    assert torch.equal(int4_group_matrix([pack_columns(part) for part in parts], scale, torch.float32), want.t())
 
 
 def test_mxfp4_is_two_int4_exactly() -> None:
@@ -133,14 +125,9 @@ def test_experts_are_those_of_the_expanded_matrices(T: int) -> None:
     published = [part[held] for c, scale in zip(codes, scales, strict=True) for part in (pack_rows(c), scale, scale)]
     check(moe_experts_w4a8(*routed, *published, *rest), *(c * scale for c, scale in zip(codes, scales, strict=True)))
 
-    scales = torch.rand(E, 2 * I, H // 32) / 8, torch.rand(E, H, I // 32) / 8
-    packed = [[from_offset(pack_columns(c))[held]] for c in codes]
-    out = moe_experts_int4_group(*routed, packed[0], scales[0][held], packed[1], scales[1][held], *rest)
-    check(out, *(c * scale.repeat_interleave(32, dim=-1) for c, scale in zip(codes, scales, strict=True)))
-
-    published = [mxfp4_quantize(torch.randn(E, 2 * I, H)), mxfp4_quantize(torch.randn(E, H, I))]
+    published = [mxfp4_quantize(torch.randn(E, 2 * I, H) / 8), mxfp4_quantize(torch.randn(E, H, I) / 8)]
     pairs = [part for matrix in published for part in prepare_mxfp4_as_int4(*(x[held] for x in matrix), torch.float32)]
-    out = moe_experts_int4_group(*routed, *pairs, *rest)
+    out = moe_experts_int4_group(*routed, *pairs, False, *rest)
     check(out, *(mxfp4_dequantize(*matrix, torch.float32) for matrix in published))
 
 

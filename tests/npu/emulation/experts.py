@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kimi_k3_npu.ops.device import current
 from tests.npu.emulation.core import FLOAT4_E2M1, FLOAT8_E8M0, Limits, dtype_of, emulates, undefined
-from tests.npu.emulation.weights import decode_e2m1, decode_e8m0, nz_tiles, unpack_int4
+from tests.npu.emulation.weights import decode_e2m1, decode_e8m0, nibble_order, nz_tiles, unpack_int4
 
 _gmm = Limits("npu_grouped_matmul", "dtype")
 
@@ -234,7 +234,7 @@ def _w4a16(call: _Call) -> tuple[Product, int]:
     _check_bias(call, torch.float16 if call.x.dtype == torch.float16 else torch.float32, (E, N))
 
     def product(e: int, rows: slice) -> Tensor:
-        w = unpack_int4(call.weight[e]).float() * scale[e].float().repeat_interleave(K // groups, 0)
+        w = unpack_int4(call.weight[e], nibble_order).float() * scale[e].float().repeat_interleave(K // groups, 0)
         y = call.x[rows].float() @ w
         return y if call.bias is None else y + call.bias[e].float()
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.npu.emulation.core import FLOAT4_E2M1, Limits, dtype_of, emulates
-from tests.npu.emulation.weights import unpack_int4
+from tests.npu.emulation.weights import nibble_order, unpack_int4
 
 _dynamic = Limits("npu_dynamic_quant", "dtype")
 _mx = Limits("npu_dynamic_mx_quant")
@@ -159,7 +159,7 @@ def npu_weight_quant_batchmatmul(
     _weight_only(x.dim() == 2 and weight.dim() == 2, f"{x.dim()}-D by {weight.dim()}-D, must be 2-D by 2-D")
     _weight_only(x.dtype in (torch.float16, torch.bfloat16), f"x is {x.dtype}, must be float16 or bfloat16", "dtype")
     _weight_only(weight.dtype in (torch.int8, torch.int32), f"weight is {weight.dtype}, must be int8 or int4 in int32")
-    w = unpack_int4(weight) if weight.dtype == torch.int32 else weight
+    w = unpack_int4(weight, nibble_order) if weight.dtype == torch.int32 else weight
     (K, N), group = w.shape, antiquant_group_size
     _weight_only(x.shape[1] == K, f"x {list(x.shape)} by weight {[K, N]}")
     if group:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -44,20 +46,25 @@ def nz_tiles(weight: Tensor) -> tuple[torch.dtype, bool] | None:
     return _NZ.get(StorageWeakRef(weight.untyped_storage()))
 
 
+#: Where the packing puts each eighth of an int32, and the weight-only products look for it. The page does not say, so a
+#: test may exchange it.
+nibble_order = list(range(8))
+
+
 @emulates(_pack)
 def npu_convert_weight_to_int4pack(weight: Tensor, inner_k_tiles: int = 0) -> Tensor:
-    """int32 [k, n] of values in -8..7 -> int32 [k, n/8], element j of eight in bits 4j..4j+3."""
+    """int32 [k, n] of values in -8..7 -> int32 [k, n/8], element j of eight at nibble nibble_order[j]."""
     _pack(weight.dtype == torch.int32 and weight.dim() == 2, f"{weight.dim()}-D {weight.dtype}, must be 2-D int32")
     _pack(weight.is_contiguous(), "weight must be contiguous")
     _pack(weight.shape[1] % 8 == 0, f"last dimension {weight.shape[1]}, must be a multiple of 8")
     _pack(bool(((weight >= -8) & (weight <= 7)).all()), "values must be in -8..7")
     nibbles = weight.to(torch.int64).unflatten(1, (-1, 8)) & 0xF
-    return (nibbles << (4 * torch.arange(8))).sum(-1).to(torch.int32)
+    return (nibbles << (4 * torch.tensor(nibble_order))).sum(-1).to(torch.int32)
 
 
-def unpack_int4(packed: Tensor) -> Tensor:
-    """int32 [..., n/8] -> int8 [..., n] of values in -8..7."""
-    nibbles = (packed.to(torch.int64).unsqueeze(-1) >> (4 * torch.arange(8))) & 0xF
+def unpack_int4(packed: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """int32 [..., n/8] -> int8 [..., n] of values in -8..7, element j of eight from nibble order[j]."""
+    nibbles = (packed.to(torch.int64).unsqueeze(-1) >> (4 * torch.tensor(order))) & 0xF
     return torch.where(nibbles > 7, nibbles - 16, nibbles).to(torch.int8).flatten(-2)
 
 
