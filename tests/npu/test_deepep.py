@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kimi_k3_npu.ops.op import CHOSEN
 from torch import Tensor
 
 from kimi_k3_npu.engines.sglang import symbols
@@ -21,6 +20,7 @@ from kimi_k3_npu.engines.sglang.experts import DeepEP
 from kimi_k3_npu.model.experts import Experts, Int4PairExperts, PackedExperts, W4A8Experts
 from kimi_k3_npu.ops.cases import INT8_ROWS_TWICE, MXFP8_ROWS
 from kimi_k3_npu.ops.device import Device, assume
+from kimi_k3_npu.ops.op import CHOSEN
 from kimi_k3_npu.parallel.groups import Group
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
