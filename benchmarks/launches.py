@@ -236,6 +236,7 @@ def count_step(
             with blocks_counted(model, counting, blocks):
                 attention = CachedAttention(cache, slots, [1] * batch)
                 model.logits(model(ids, attention, counts=counts), counts)
+            attention.commit()
     return blocks
 
 

@@ -11,7 +11,7 @@ import torch
 
 from kimi_k3_npu.engines.sglang.installation import _kernels
 from kimi_k3_npu.errors import LaunchError
-from kimi_k3_npu.ops import fused_kda, residual, sgl, situ, v_up
+from kimi_k3_npu.ops import kda, kda_chunk, residual, sgl, situ, v_up
 from kimi_k3_npu.ops.device import Device, detect, parse_cann
 
 HALF = torch.bfloat16
@@ -37,8 +37,8 @@ def reasons_against(device: Device) -> dict[str, str | None]:
     return {
         sgl.SITU_AND_MUL: situ.refuse_fused(situ.Situ(4, HALF, device)),
         sgl.MIX_FUSED: residual.refuse_fused(residual.Mix(4, 2, 7168, HALF, True, device)),
-        sgl.KDA_GATE: fused_kda.refuse_gate(fused_kda.Gate(4, 6, 128, HALF, device)),
-        sgl.KDA_CHUNK: fused_kda.refuse_chunk(fused_kda.Chunked((4,), 6, 128, 128, HALF, device)),
+        sgl.KDA_GATE: kda.refuse_gate(kda.Gate(4, 6, 128, HALF, device)),
+        sgl.KDA_CHUNK: kda_chunk.refuse_chunk(kda_chunk.Chunked(4, 1, False, 6, 128, 128, HALF, device)),
         sgl.BATCH_MATMUL_TRANSPOSE: v_up.refuse_batch_matmul_transpose(v_up.Bmm(4, 6, 512, 128, HALF, True, device)),
     }
 
