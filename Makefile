@@ -40,8 +40,8 @@ test-core: $(CORE) ## run what needs neither torch_npu nor an engine
 
 # Otherwise `import torch` loads torch_npu by itself, before the tests have prepared CANN.
 test-npu: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
-test-npu: $(NPU) ## run tests/npu with the real torch_npu, no device needed
-	.venv-npu/bin/python -m pytest tests/npu -m "$(SELECT)" $(WORKERS) $(PYTEST_ARGS)
+test-npu: $(NPU) ## run tests/npu with the real torch_npu, no device needed, in one process: docs/evidence.md is of them all
+	.venv-npu/bin/python -m pytest tests/npu -m "$(SELECT)" $(PYTEST_ARGS)
 
 test-sglang: $(SGLANG) ## run tests/engines/sglang with the real SGLang on a CPU
 	.venv-sglang/bin/python -m pytest tests/engines/sglang -m "$(SELECT)" $(WORKERS) $(PYTEST_ARGS)
