@@ -14,17 +14,14 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.model.cache import ModelCache
+from kimi_k3_npu.model.delta_rule import DeltaRule, KdaForm
 from kimi_k3_npu.ops.attention import causal_attention, consecutive, latent_attention
-from kimi_k3_npu.ops.kda import kda_gate, kda_recurrent, kda_step, normed_qkv, short_conv
-from kimi_k3_npu.ops.kda_chunk import kda_chunk
 
 if TYPE_CHECKING:
-    from kimi_k3_npu.model.kda import KimiDeltaAttention
     from kimi_k3_npu.model.mla import MultiHeadLatentAttention
 
 #: latent [..., R] -> keys [..., h, n] and values [..., h, v]
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
-KdaForm = Literal["auto", "recurrent", "chunk"]
 
 
 class Attention(Protocol):
@@ -50,12 +47,11 @@ class Attention(Protocol):
         v]."""
         ...
 
-    def kda(self, layer: KimiDeltaAttention, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
+    def kda(self, layer: int, rule: DeltaRule, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
         """mixed_qkv [T, 3hd] before the short convolution, forget_gate [T, h, d] and beta [T, h] raw; returns [T, h,
         d].
 
-        The implementation owns the convolution windows and the fp32 states; the weights are the layer's conv_weight,
-        A_log, dt_bias and gate_lower_bound.
+        The implementation owns the convolution windows and the fp32 states of 0-based `layer`; `rule` has its weights.
         """
         ...
 
@@ -137,12 +133,10 @@ class CachedAttention:
         keys = torch.cat([keys, shared], dim=-1)
         return causal_attention(q, keys, values, self.query_lens, self.kv_lens, layer.scale)
 
-    def kda(self, layer: KimiDeltaAttention, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
-        self._enter(layer.index)
-        pools = self.cache.kda_pools(layer.index)
-        return kda_over_pools(
-            layer, mixed_qkv, forget_gate, beta, pools, self._own, self.query_lens, form=self._kda_form
-        )
+    def kda(self, layer: int, rule: DeltaRule, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
+        self._enter(layer)
+        pools = self.cache.kda_pools(layer)
+        return rule.over_pools(mixed_qkv, forget_gate, beta, pools, self._own, self.query_lens, self._kda_form)
 
     def _write(self, layer: int, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         self._enter(layer)
@@ -160,32 +154,6 @@ class CachedAttention:
         if not self._layers_run:
             self.begin()
         self._layers_run.add(layer)
-
-
-def kda_over_pools(
-    layer: KimiDeltaAttention,
-    mixed_qkv: Tensor,
-    forget_gate: Tensor,
-    beta: Tensor,
-    pools: tuple[Tensor, Tensor],
-    own: slice | Tensor,
-    query_lens: Sequence[int],
-    form: KdaForm = "auto",
-) -> Tensor:
-    """`Attention.kda` with the convolution windows and states in pools [slots, ...], of which `own` picks this
-    batch's."""
-    windows, states = pools
-    mixed, windows[own] = short_conv(mixed_qkv, layer.conv_weight, windows[own], query_lens)
-    q, k, v = normed_qkv(mixed, layer.num_heads)
-    g = kda_gate(forget_gate, layer.A_log, layer.dt_bias.view(layer.num_heads, -1), layer.gate_lower_bound)
-    inputs = (q, k, v, g, beta.float().sigmoid(), states[own])
-    if all(n == 1 for n in query_lens):
-        o, states[own] = kda_step(*inputs)
-    elif form == "recurrent":
-        o, states[own] = kda_recurrent(*inputs, query_lens)
-    else:
-        o, states[own] = kda_chunk(*inputs, query_lens)
-    return o
 
 
 def _slice_or_index(slots: Sequence[int], device: torch.device) -> slice | Tensor:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k3_npu.model.attention import Expand, kda_over_pools
+from kimi_k3_npu.model.attention import Expand
 from kimi_k3_npu.model.cache import PAGE, ModelCache
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
-from kimi_k3_npu.model.kda import KimiDeltaAttention
+from kimi_k3_npu.model.delta_rule import DeltaRule
 from kimi_k3_npu.model.mla import MultiHeadLatentAttention
 from kimi_k3_npu.ops.attention import attend_one
 
@@ -44,9 +44,9 @@ class FixedAttention:
     ) -> Tensor:
         raise NotImplementedError("a decode step attends in the absorbed form")
 
-    def kda(self, layer: KimiDeltaAttention, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
+    def kda(self, layer: int, rule: DeltaRule, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
         every, ones = slice(None), [1] * self.cache.num_slots
-        return kda_over_pools(layer, mixed_qkv, forget_gate, beta, self.cache.kda_pools(layer.index), every, ones)
+        return rule.over_pools(mixed_qkv, forget_gate, beta, self.cache.kda_pools(layer), every, ones)
 
 
 def decode_step(model: KimiK3ForCausalLM, cache: ModelCache, tokens: Tensor, lengths: Tensor, reach: int) -> Tensor:

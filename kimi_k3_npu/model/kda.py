@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kimi_k3_npu.config import TextConfig
 from kimi_k3_npu.model.attention import Attention
+from kimi_k3_npu.model.delta_rule import DeltaRule
 from kimi_k3_npu.ops.norm import gated_rms_norm
 from kimi_k3_npu.parallel.linear import REPLICATED, ColumnLinear, MergedLinear, RowLinear
 from kimi_k3_npu.parallel.mesh import Mesh
@@ -46,6 +47,12 @@ class KimiDeltaAttention(Layer):
         self.o_norm = self.allocate("o_norm", (d,), whole(d), torch.float32)
         self.o_proj = RowLinear(heads * d, hidden, tp, "KDA output", dtype)
 
+    @property
+    def rule(self) -> DeltaRule:
+        """The weights of the recurrence, as they are now."""
+        dt_bias = self.dt_bias.view(self.num_heads, self.head_dim)
+        return DeltaRule(self.conv_weight, self.A_log, dt_bias, self.gate_lower_bound)
+
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
         """x [T, H], normed -> [T, H], complete."""
         projected = self.in_proj(x)
@@ -53,7 +60,7 @@ class KimiDeltaAttention(Layer):
             [3 * self.num_heads * self.head_dim, *self.in_proj.sizes[3:]], dim=-1
         )
         forget = self.f_b_proj(forget).unflatten(-1, (self.num_heads, self.head_dim))  # [T, h, d]
-        o = attention.kda(self, mixed_qkv, forget, beta)
+        o = attention.kda(self.index, self.rule, mixed_qkv, forget, beta)
         if self.g_b_proj is not None:
             gate = self.g_b_proj(gate)
         o = gated_rms_norm(o, gate.unflatten(-1, (self.num_heads, self.head_dim)), self.o_norm, self.eps)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.model.attention import Expand
+from kimi_k3_npu.model.delta_rule import DeltaRule
 from kimi_k3_npu.ops.attention import causal_attention
-from kimi_k3_npu.ops.kda import kda_gate, normed_qkv, short_conv
+from kimi_k3_npu.ops.kda import normed_qkv, short_conv
 from kimi_k3_npu.ops.kda_chunk import kda_chunk
 
 if TYPE_CHECKING:
-    from kimi_k3_npu.model.kda import KimiDeltaAttention
     from kimi_k3_npu.model.mla import MultiHeadLatentAttention
 
 
@@ -50,14 +50,14 @@ class UncachedAttention:
         shared = k_rope.unsqueeze(1).expand(-1, keys.shape[1], -1)  # [T, h, r]
         return self._attend(q, torch.cat([keys, shared], dim=-1), values, layer.scale)
 
-    def kda(self, layer: KimiDeltaAttention, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
-        heads, d = layer.num_heads, layer.head_dim
-        weight = layer.conv_weight.repeat(self.batch, 1)  # [S 3hd, W]
+    def kda(self, layer: int, rule: DeltaRule, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
+        heads, d = rule.dt_bias.shape
+        weight = rule.conv_weight.repeat(self.batch, 1)  # [S 3hd, W]
         window = mixed_qkv.new_zeros(1, weight.shape[1] - 1, len(weight))
         mixed, _ = short_conv(self._fold(mixed_qkv), weight, window, self._lengths)
         qkv = normed_qkv(mixed.view(self.longest * self.batch, 3 * heads * d), heads)
         q, k, v = (x.reshape(self.longest, self.batch * heads, d) for x in qkv)
-        g = kda_gate(forget_gate, layer.A_log, layer.dt_bias.view(heads, d), layer.gate_lower_bound)
+        g = rule.log_decay(forget_gate)
         state = g.new_zeros(1, self.batch * heads, d, d)
         o, _ = kda_chunk(q, k, v, self._fold(g), self._fold(beta.float().sigmoid()), state, self._lengths)
         return self._unfold(o)

@@ -82,7 +82,7 @@ def _(m: Mutant) -> None:
     def clamped(f: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float) -> Tensor:
         return (-A_log.exp().unsqueeze(-1) * F.softplus(f + dt_bias)).clamp(min=lower_bound)
 
-    m.replace_function("attention.kda_gate", clamped)
+    m.replace_function("delta_rule.kda_gate", clamped)
 
 
 @mutation("A_log of the next head")
@@ -103,7 +103,7 @@ def _(m: Mutant) -> None:
         published = F.pad(A_log, (0, f.shape[-1] - len(A_log)))
         return lower_bound * torch.sigmoid(published.exp() * (f + dt_bias))
 
-    m.replace_function("attention.kda_gate", per_channel)
+    m.replace_function("delta_rule.kda_gate", per_channel)
 
 
 @mutation("no output gate after KDA")

@@ -17,7 +17,7 @@ from kimi_k3_npu.checkpoint.verify import verify
 from kimi_k3_npu.engines.offline import open_engine
 from kimi_k3_npu.evaluation.answers import EngineAnswers
 from kimi_k3_npu.evaluation.gsm import Marked, differing, mark, read_problems
-from kimi_k3_npu.model import attention, experts
+from kimi_k3_npu.model import delta_rule, experts
 from kimi_k3_npu.ops.experts import by_expert
 from kimi_k3_npu.ops.experts_int4 import w4a8_matrix
 from kimi_k3_npu.ops.kda import kda_gate
@@ -96,7 +96,7 @@ def test_told_how_much_to_think(answers: Callable) -> None:
 @pytest.mark.slow
 def test_a_mistake_shows(answers: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kimi-Linear's decay, where K3's is bounded: a third of the answers are then wrong."""
-    monkeypatch.setattr(attention, "kda_gate", lambda f, A_log, dt_bias, _: kda_gate(f, A_log, dt_bias, None))
+    monkeypatch.setattr(delta_rule, "kda_gate", lambda f, A_log, dt_bias, _: kda_gate(f, A_log, dt_bias, None))
     assert share_right(answers.__wrapped__(TINY)) < 0.8
 
 

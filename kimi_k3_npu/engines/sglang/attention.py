@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kimi_k3_npu.engines.sglang import symbols as engine
 from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.model.attention import Expand
+from kimi_k3_npu.model.delta_rule import DeltaRule
 from kimi_k3_npu.model.kda import KimiDeltaAttention
 from kimi_k3_npu.model.mla import MultiHeadLatentAttention
 
@@ -29,7 +30,7 @@ class EngineAttention:
         self.form = _form(prefill_backend, decode_backend)
         attentions: list[Any] = [layer.self_attn for layer in layers.values()]
         self.mla = {a.index: self.form.engine_layers(a) for a in attentions if isinstance(a, MultiHeadLatentAttention)}
-        self.kda = {a.index: _kda_layer(a) for a in attentions if isinstance(a, KimiDeltaAttention)}
+        self.kda = {a.index: _kda_layer(a.index, a.rule) for a in attentions if isinstance(a, KimiDeltaAttention)}
 
     def for_batch(self, forward_batch: Any) -> BatchAttention:
         return self.form(self, forward_batch)
@@ -68,14 +69,15 @@ class BatchAttention:
     ) -> Tensor:
         raise NotImplementedError
 
-    def kda(self, layer: KimiDeltaAttention, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
+    def kda(self, layer: int, rule: DeltaRule, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
+        """SGLang's layer shares the weights of `rule`."""
         tokens, heads, width = forget_gate.shape
         if self.idle:
             return forget_gate.new_zeros(tokens, heads, width)
         # Not forward_mode: beside a replica that extends, SGLang may run another's decoding as an extension.
         decode = self.batch.logical_forward_mode.is_decode()
         gate = forget_gate.flatten(1) if decode else forget_gate.unsqueeze(0)
-        o = self.layers.kda[layer.index](self.batch, mixed_qkv.contiguous(), gate, beta.unsqueeze(0))
+        o = self.layers.kda[layer](self.batch, mixed_qkv.contiguous(), gate, beta.unsqueeze(0))
         return o.view(tokens, heads, width)
 
 
@@ -158,15 +160,15 @@ def _absorbed(layer: MultiHeadLatentAttention) -> Any:
     )
 
 
-def _kda_layer(layer: KimiDeltaAttention) -> Any:
+def _kda_layer(index: int, rule: DeltaRule) -> Any:
     """The weights are shared with the model, and read when the layer runs."""
-    h, d = layer.num_heads, layer.head_dim
+    h, d = rule.dt_bias.shape
     return engine.RadixLinearAttention(
-        layer.index,
+        index,
         *(h, h, h),
         *(d, d, d),
-        conv_weights=layer.conv_weight.data,
-        A_log=layer.A_log.data,
-        dt_bias=layer.dt_bias.data,
-        lower_bound=layer.gate_lower_bound,
+        conv_weights=rule.conv_weight.data,
+        A_log=rule.A_log.data,
+        dt_bias=rule.dt_bias.data.flatten(),
+        lower_bound=rule.lower_bound,
     )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.engines.sglang import symbols as engine
-from kimi_k3_npu.ops.kda import kda_gate, kda_step, normed_qkv, short_conv
+from kimi_k3_npu.model.delta_rule import DeltaRule
+from kimi_k3_npu.ops.kda import kda_step
 from kimi_k3_npu.ops.kda_chunk import kda_chunk
 
 
@@ -32,7 +33,9 @@ class TorchKdaBackend(engine.MambaAttnBackendBase):
         """mixed_qkv [S, 3hd], a [S, hd] raw, b [1, S, h] raw -> [1, S, h, d]."""
         slots = self.forward_metadata.mamba_cache_indices.long()
         pool = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-        inputs, windows = _prepare(layer, mixed_qkv, a, b, pool.conv[0][slots], [1] * len(slots))
+        rule = _rule(layer)
+        gate = a.reshape(-1, *rule.dt_bias.shape)
+        inputs, windows = rule.inputs(mixed_qkv, gate, b[0], pool.conv[0][slots], [1] * len(slots))
         o, states = kda_step(*inputs, pool.temporal[slots].transpose(-1, -2).float())
         _store(pool, slots, windows, states)
         if forward_batch.mamba_track_mask is not None:
@@ -51,8 +54,8 @@ class TorchKdaBackend(engine.MambaAttnBackendBase):
         lengths = [end - start for start, end in pairwise(metadata.query_start_loc.tolist())]
         tokens = sum(lengths)
         pool = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-        real = mixed_qkv[:tokens], a[0, :tokens], b[:, :tokens]
-        inputs, windows = _prepare(layer, *real, pool.conv[0][slots], lengths)
+        real = mixed_qkv[:tokens], a[0, :tokens], b[0, :tokens]
+        inputs, windows = _rule(layer).inputs(*real, pool.conv[0][slots], lengths)
         states = pool.temporal[slots].transpose(-1, -2).float()
         o, states, snapshots = self._extend(inputs, states, lengths)
         _store(pool, slots, windows, states)
@@ -62,7 +65,7 @@ class TorchKdaBackend(engine.MambaAttnBackendBase):
         padded[:tokens] = o
         return padded.to(mixed_qkv.dtype).unsqueeze(0)
 
-    def _extend(self, inputs: list[Tensor], states: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def _extend(self, inputs: tuple[Tensor, ...], states: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """The outputs, the final states, and the states where SGLang wants a snapshot inside a sequence's new tokens.
 
         A snapshot is of a chunk boundary; the sequence is cut there into two, and everything else stays one batch.
@@ -97,15 +100,10 @@ class TorchKdaBackend(engine.MambaAttnBackendBase):
         pool.temporal[metadata.track_ssm_h_dst.long()] = inside.transpose(-1, -2).to(pool.temporal.dtype)
 
 
-def _prepare(
-    layer: Any, mixed_qkv: Tensor, a: Tensor, b: Tensor, windows: Tensor, lengths: list[int]
-) -> tuple[list[Tensor], Tensor]:
-    """q, k, v, g, beta of `kda_step` and `kda_chunk`, and the next windows."""
-    h, d = layer.num_k_heads, layer.head_k_dim
-    mixed, windows = short_conv(mixed_qkv, layer.conv_weights, windows, lengths)
-    q, k, v = normed_qkv(mixed, h)
-    gate = kda_gate(a.reshape(-1, h, d), layer.A_log, layer.dt_bias.view(h, d), layer.lower_bound)
-    return [q, k, v, gate, b[0].float().sigmoid()], windows
+def _rule(layer: Any) -> DeltaRule:
+    """The weights that SGLang's layer shares with the model's."""
+    dt_bias = layer.dt_bias.view(layer.num_k_heads, layer.head_k_dim)
+    return DeltaRule(layer.conv_weights, layer.A_log, dt_bias, layer.lower_bound)
 
 
 def _store(pool: Any, slots: Tensor, windows: Tensor, states: Tensor) -> None:
