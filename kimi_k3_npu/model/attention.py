@@ -6,9 +6,9 @@ width, R latent width, d KDA head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,34 +17,45 @@ from kimi_k3_npu.model.cache import ModelCache
 from kimi_k3_npu.model.delta_rule import DeltaRule, KdaForm
 from kimi_k3_npu.ops.attention import causal_attention, consecutive, latent_attention
 
-if TYPE_CHECKING:
-    from kimi_k3_npu.model.mla import MultiHeadLatentAttention
 
-#: latent [..., R] -> keys [..., h, n] and values [..., h, v]
-Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
+class LatentProjections(Protocol):
+    """What an MLA layer lends to whoever attends for it. All three take any number of rows.
+
+    Over the same cache rows there are two forms. Absorbed: `absorb` the queries, attend over the latent rows as keys
+    and as values, `raise_values`. Expanded: `expand` the rows of the sequence into keys and values, of which each key
+    goes on with the token's shared part, and attend over those. Decoding is cheaper absorbed, a long prefill expanded.
+    """
+
+    #: 0-based, of the layer.
+    index: int
+    #: Of the scores, in both forms.
+    scale: float
+
+    def absorb(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [..., h, n + r] -> what meets a latent row [..., h, R], and what meets a shared key part [..., h,
+        r]."""
+        ...
+
+    def raise_values(self, o: Tensor) -> Tensor:
+        """Sums of latent rows [..., h, R] -> sums of values [..., h, v]."""
+        ...
+
+    def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Latent rows [..., R] -> keys [..., h, n] without their shared part, and values [..., h, v]."""
+        ...
 
 
 class Attention(Protocol):
     """One forward pass over one batch, as the keeper of the caches sees it. The model owns projections, gates and
     norms."""
 
-    @property
-    def wants_expanded(self) -> bool:
-        """Whether MLA layers should call `mla_expanded` for this batch. The absorbed form always works."""
-        ...
+    def mla(self, layer: LatentProjections, q: Tensor, kv_latent: Tensor, k_rope: Tensor) -> Tensor:
+        """Write the cache rows kv_latent [T, R] | k_rope [T, r], attend over the cache with q [T, h, n + r], return [T,
+        h, v].
 
-    def mla_absorbed(
-        self, layer: MultiHeadLatentAttention, q_latent: Tensor, q_rope: Tensor, kv_latent: Tensor, k_rope: Tensor
-    ) -> Tensor:
-        """Write the cache rows kv_latent [T, R] | k_rope [T, r], attend over the cache with q_latent [T, h, R] and
-        q_rope [T, h, r], return [T, h, R]."""
-        ...
-
-    def mla_expanded(
-        self, layer: MultiHeadLatentAttention, q: Tensor, kv_latent: Tensor, k_rope: Tensor, expand: Expand
-    ) -> Tensor:
-        """Write the same cache rows, attend with q [T, h, n + r] over keys and values made by `expand`, return [T, h,
-        v]."""
+        In either form, or in both: an engine whose batches hold decoding sequences first may absorb their rows and
+        expand the rest.
+        """
         ...
 
     def kda(self, layer: int, rule: DeltaRule, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
@@ -87,10 +98,6 @@ class CachedAttention:
         self._layers_run: set[int] = set()
 
     @property
-    def wants_expanded(self) -> bool:
-        return self._expanded
-
-    @property
     def is_decoding_everyone(self) -> bool:
         """Whether this is a pass of one token for each slot of the cache, in order, none of them the first."""
         return (
@@ -114,21 +121,16 @@ class CachedAttention:
         """Let the sequences' lengths count the tokens of this pass."""
         self.cache.advance(self.slots, self.kv_lens)
 
-    def mla_absorbed(
-        self, layer: MultiHeadLatentAttention, q_latent: Tensor, q_rope: Tensor, kv_latent: Tensor, k_rope: Tensor
-    ) -> Tensor:
+    def mla(self, layer: LatentProjections, q: Tensor, kv_latent: Tensor, k_rope: Tensor) -> Tensor:
         latent, rope = self._write(layer.index, kv_latent, k_rope)
-        return latent_attention(q_latent, q_rope, latent, rope, self.slots, self.query_lens, self.kv_lens, layer.scale)
-
-    def mla_expanded(
-        self, layer: MultiHeadLatentAttention, q: Tensor, kv_latent: Tensor, k_rope: Tensor, expand: Expand
-    ) -> Tensor:
-        latent, rope = self._write(layer.index, kv_latent, k_rope)
+        if not self._expanded:
+            batch = (self.slots, self.query_lens, self.kv_lens)
+            return layer.raise_values(latent_attention(*layer.absorb(q), latent, rope, *batch, layer.scale))
         if self.kv_lens != self.query_lens:  # some sequence has a cached prefix: take its rows back from the cache
             filled = list(zip(self.slots, self.kv_lens, strict=True))
             kv_latent = torch.cat([latent[slot, :n] for slot, n in filled])
             k_rope = torch.cat([rope[slot, :n] for slot, n in filled])
-        keys, values = expand(kv_latent)
+        keys, values = layer.expand(kv_latent)
         shared = k_rope.unsqueeze(1).expand(-1, keys.shape[1], -1)  # [Tk, h, r]
         keys = torch.cat([keys, shared], dim=-1)
         return causal_attention(q, keys, values, self.query_lens, self.kv_lens, layer.scale)

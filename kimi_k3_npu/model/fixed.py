@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kimi_k3_npu.model.attention import Expand
+from kimi_k3_npu.model.attention import LatentProjections
 from kimi_k3_npu.model.cache import PAGE, ModelCache
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.model.delta_rule import DeltaRule
-from kimi_k3_npu.model.mla import MultiHeadLatentAttention
 from kimi_k3_npu.ops.attention import attend_one
 
 
@@ -23,26 +22,16 @@ class FixedAttention:
     rows of a slot are looked at.
     """
 
-    wants_expanded = False
-
     def __init__(self, cache: ModelCache, lengths: Tensor, reach: int) -> None:
         self.cache, self.lengths, self.reach = cache, lengths, reach
         self._slots = torch.arange(cache.num_slots, device=lengths.device)
 
-    def mla_absorbed(
-        self, layer: MultiHeadLatentAttention, q_latent: Tensor, q_rope: Tensor, kv_latent: Tensor, k_rope: Tensor
-    ) -> Tensor:
+    def mla(self, layer: LatentProjections, q: Tensor, kv_latent: Tensor, k_rope: Tensor) -> Tensor:
         latent, rope = self.cache.mla_pools(layer.index)
         latent[self._slots, self.lengths] = kv_latent.to(latent.dtype)
         rope[self._slots, self.lengths] = k_rope.to(rope.dtype)
-        return attend_one(
-            q_latent, q_rope, latent[:, : self.reach], rope[:, : self.reach], self.lengths + 1, layer.scale
-        )
-
-    def mla_expanded(
-        self, layer: MultiHeadLatentAttention, q: Tensor, kv_latent: Tensor, k_rope: Tensor, expand: Expand
-    ) -> Tensor:
-        raise NotImplementedError("a decode step attends in the absorbed form")
+        rows = latent[:, : self.reach], rope[:, : self.reach]
+        return layer.raise_values(attend_one(*layer.absorb(q), *rows, self.lengths + 1, layer.scale))
 
     def kda(self, layer: int, rule: DeltaRule, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
         every, ones = slice(None), [1] * self.cache.num_slots

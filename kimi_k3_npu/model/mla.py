@@ -67,15 +67,18 @@ class MultiHeadLatentAttention(Layer):
         latent, k_rope = kv.split([self.R, self.r], dim=-1)
         latent = self.kv_a_layernorm(latent)
 
-        if attention.wants_expanded:
-            o = attention.mla_expanded(self, q, latent, k_rope, self.expand)  # [T, h, v]
-        else:
-            q_latent = q_absorb(q[..., : self.n], self._kv_b()[:, : self.n])  # [T, h, R]
-            o = v_up(attention.mla_absorbed(self, q_latent, q[..., self.n :], latent, k_rope), self.w_uv)
-        o = o.flatten(1)
+        o = attention.mla(self, q, latent, k_rope).flatten(1)  # [T, h v]
         if self.has_gate:
             o = o * gate[0].float().sigmoid().to(o.dtype)
         return self.tp.all_reduce(self.o_proj(o))
+
+    def absorb(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, h, n + r] -> [T, h, R], [T, h, r]."""
+        return q_absorb(q[..., : self.n], self._kv_b()[:, : self.n]), q[..., self.n :]
+
+    def raise_values(self, o: Tensor) -> Tensor:
+        """o [T, h, R] -> [T, h, v]."""
+        return v_up(o, self.w_uv)
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """latent [Tk, R] -> keys [Tk, h, n], values [Tk, h, v]."""

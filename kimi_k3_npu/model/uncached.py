@@ -6,19 +6,15 @@ Letters: T tokens of S sequences, n tokens of the longest, h heads, d any width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kimi_k3_npu.model.attention import Expand
+from kimi_k3_npu.model.attention import LatentProjections
 from kimi_k3_npu.model.delta_rule import DeltaRule
 from kimi_k3_npu.ops.attention import causal_attention
 from kimi_k3_npu.ops.kda import normed_qkv, short_conv
 from kimi_k3_npu.ops.kda_chunk import kda_chunk
-
-if TYPE_CHECKING:
-    from kimi_k3_npu.model.mla import MultiHeadLatentAttention
 
 
 class UncachedAttention:
@@ -29,26 +25,17 @@ class UncachedAttention:
     S h heads. What fills comes after a sequence's tokens, so none of them sees it.
     """
 
-    wants_expanded = True
-
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.batch, self.longest = len(lengths), max(lengths)
         self._lengths = [self.longest]
         # token t of sequence s is row t * S + s of the folded batch
         self._rows = torch.cat([torch.arange(n, device=device) * self.batch + s for s, n in enumerate(lengths)])
 
-    def mla_absorbed(
-        self, layer: MultiHeadLatentAttention, q_latent: Tensor, q_rope: Tensor, kv_latent: Tensor, k_rope: Tensor
-    ) -> Tensor:
-        keys = torch.cat([kv_latent, k_rope], dim=-1).unsqueeze(1).expand(-1, q_latent.shape[1], -1)  # [T, h, R + r]
-        return self._attend(torch.cat([q_latent, q_rope], dim=-1), keys, keys[..., : kv_latent.shape[-1]], layer.scale)
-
-    def mla_expanded(
-        self, layer: MultiHeadLatentAttention, q: Tensor, kv_latent: Tensor, k_rope: Tensor, expand: Expand
-    ) -> Tensor:
-        keys, values = expand(kv_latent)
+    def mla(self, layer: LatentProjections, q: Tensor, kv_latent: Tensor, k_rope: Tensor) -> Tensor:
+        keys, values = layer.expand(kv_latent)
         shared = k_rope.unsqueeze(1).expand(-1, keys.shape[1], -1)  # [T, h, r]
-        return self._attend(q, torch.cat([keys, shared], dim=-1), values, layer.scale)
+        folded = (self._fold(x) for x in (q, torch.cat([keys, shared], dim=-1), values))
+        return self._unfold(causal_attention(*folded, self._lengths, self._lengths, layer.scale))
 
     def kda(self, layer: int, rule: DeltaRule, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
         heads, d = rule.dt_bias.shape
@@ -61,11 +48,6 @@ class UncachedAttention:
         state = g.new_zeros(1, self.batch * heads, d, d)
         o, _ = kda_chunk(q, k, v, self._fold(g), self._fold(beta.float().sigmoid()), state, self._lengths)
         return self._unfold(o)
-
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """q and keys [T, h, D], values [T, h, V] -> [T, h, V]."""
-        folded = (self._fold(x) for x in (q, keys, values))
-        return self._unfold(causal_attention(*folded, self._lengths, self._lengths, scale))
 
     def _fold(self, x: Tensor) -> Tensor:
         """[T, h, ...] -> [n, S h, ...], zeros where a sequence has ended."""

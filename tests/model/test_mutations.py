@@ -122,7 +122,7 @@ def _(m: Mutant) -> None:
 
 @mutation("RoPE on the part that is named for it")
 def _(m: Mutant) -> None:
-    absorbed, expanded = CachedAttention.mla_absorbed, CachedAttention.mla_expanded
+    mla = CachedAttention.mla
 
     def turned(attention: CachedAttention, x: Tensor) -> Tensor:  # [T, ..., r]
         spans = zip(attention.kv_lens, attention.query_lens, strict=True)
@@ -133,17 +133,11 @@ def _(m: Mutant) -> None:
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
-    def mla_absorbed(
-        self: CachedAttention, layer: Any, q: Tensor, q_rope: Tensor, kv: Tensor, k_rope: Tensor
-    ) -> Tensor:
-        return absorbed(self, layer, q, turned(self, q_rope), kv, turned(self, k_rope))
-
-    def mla_expanded(self: CachedAttention, layer: Any, q: Tensor, kv: Tensor, k_rope: Tensor, expand: Any) -> Tensor:
+    def turned_mla(self: CachedAttention, layer: Any, q: Tensor, kv: Tensor, k_rope: Tensor) -> Tensor:
         q = torch.cat([q[..., : layer.n], turned(self, q[..., layer.n :])], dim=-1)
-        return expanded(self, layer, q, kv, turned(self, k_rope), expand)
+        return mla(self, layer, q, kv, turned(self, k_rope))
 
-    m.replace(CachedAttention, "mla_absorbed", mla_absorbed)
-    m.replace(CachedAttention, "mla_expanded", mla_expanded)
+    m.replace(CachedAttention, "mla", turned_mla)
 
 
 @mutation("a mixture of normed rows")

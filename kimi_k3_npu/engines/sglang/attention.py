@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kimi_k3_npu.engines.sglang import symbols as engine
 from kimi_k3_npu.errors import LaunchError
-from kimi_k3_npu.model.attention import Expand
+from kimi_k3_npu.model.attention import LatentProjections
 from kimi_k3_npu.model.delta_rule import DeltaRule
 from kimi_k3_npu.model.kda import KimiDeltaAttention
 from kimi_k3_npu.model.mla import MultiHeadLatentAttention
@@ -55,18 +55,16 @@ class BatchAttention:
         """SGLang's layers that serve one MLA layer in this form."""
         raise NotImplementedError
 
-    @property
-    def wants_expanded(self) -> bool:
-        return False
+    def mla(self, layer: LatentProjections, q: Tensor, kv_latent: Tensor, k_rope: Tensor) -> Tensor:
+        q_latent, q_rope = layer.absorb(q)
+        if self.idle:
+            return layer.raise_values(torch.zeros_like(q_latent))
+        o = self._absorbed(layer.index, q_latent, q_rope, kv_latent, k_rope)
+        return layer.raise_values(o.view(q_latent.shape))
 
-    def mla_absorbed(
-        self, layer: MultiHeadLatentAttention, q_latent: Tensor, q_rope: Tensor, kv_latent: Tensor, k_rope: Tensor
-    ) -> Tensor:
-        raise NotImplementedError
-
-    def mla_expanded(
-        self, layer: MultiHeadLatentAttention, q: Tensor, kv_latent: Tensor, k_rope: Tensor, expand: Expand
-    ) -> Tensor:
+    def _absorbed(self, layer: int, q_latent: Tensor, q_rope: Tensor, kv_latent: Tensor, k_rope: Tensor) -> Tensor:
+        """Write the cache rows and attend over the cache: q_latent [T, h, R], q_rope [T, h, r] -> [T, h, R], in any
+        shape."""
         raise NotImplementedError
 
     def kda(self, layer: int, rule: DeltaRule, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
@@ -86,16 +84,11 @@ class Generic(BatchAttention):
 
     @staticmethod
     def engine_layers(layer: MultiHeadLatentAttention) -> Any:
-        return _absorbed(layer)
+        return _latent_layer(layer)
 
-    def mla_absorbed(
-        self, layer: MultiHeadLatentAttention, q_latent: Tensor, q_rope: Tensor, kv_latent: Tensor, k_rope: Tensor
-    ) -> Tensor:
-        if self.idle:
-            return torch.zeros_like(q_latent)
+    def _absorbed(self, layer: int, q_latent: Tensor, q_rope: Tensor, kv_latent: Tensor, k_rope: Tensor) -> Tensor:
         q, k = torch.cat([q_latent, q_rope], dim=-1), torch.cat([kv_latent, k_rope], dim=-1)
-        o = self.layers.mla[layer.index](q, k.unsqueeze(1), kv_latent.unsqueeze(1), self.batch)
-        return o.view(q_latent.shape)
+        return self.layers.mla[layer](q, k.unsqueeze(1), kv_latent.unsqueeze(1), self.batch)
 
 
 class Ascend(BatchAttention):
@@ -113,35 +106,30 @@ class Ascend(BatchAttention):
         )
         # The backend expands the latent rows of a cached prefix by this, and takes the first of what it returns.
         expanded.kv_b_proj = lambda latent: (layer.kv_b_proj(latent), None)
-        return _absorbed(layer), expanded
+        return _latent_layer(layer), expanded
 
-    @property
-    def wants_expanded(self) -> bool:
+    def mla(self, layer: LatentProjections, q: Tensor, kv_latent: Tensor, k_rope: Tensor) -> Tensor:
         mode = self.batch.forward_mode
-        return mode.is_extend() and not mode.is_target_verify() and not mode.is_draft_extend_v2()
+        if mode.is_extend() and not mode.is_target_verify() and not mode.is_draft_extend_v2():
+            return self._expanded(layer, q, kv_latent, k_rope)
+        return super().mla(layer, q, kv_latent, k_rope)
 
-    def mla_absorbed(
-        self, layer: MultiHeadLatentAttention, q_latent: Tensor, q_rope: Tensor, kv_latent: Tensor, k_rope: Tensor
-    ) -> Tensor:
-        if self.idle:
-            return torch.zeros_like(q_latent)
-        attend, _ = self.layers.mla[layer.index]
+    def _absorbed(self, layer: int, q_latent: Tensor, q_rope: Tensor, kv_latent: Tensor, k_rope: Tensor) -> Tensor:
+        attend, _ = self.layers.mla[layer]
         k = kv_latent.unsqueeze(1)
-        o = attend(q_latent, k, k, self.batch, q_rope=q_rope.contiguous(), k_rope=k_rope.unsqueeze(1).contiguous())
-        return o.view(q_latent.shape)
+        return attend(q_latent, k, k, self.batch, q_rope=q_rope.contiguous(), k_rope=k_rope.unsqueeze(1).contiguous())
 
-    def mla_expanded(
-        self, layer: MultiHeadLatentAttention, q: Tensor, kv_latent: Tensor, k_rope: Tensor, expand: Expand
-    ) -> Tensor:
+    def _expanded(self, layer: LatentProjections, q: Tensor, kv_latent: Tensor, k_rope: Tensor) -> Tensor:
+        """Write the cache rows and attend over the cache: q [T, h, n + r] -> [T, h, v]."""
         _, attend = self.layers.mla[layer.index]
         # This backend does not write the cache in prefill.
         engine.get_token_to_kv_pool().set_kv_buffer(
             attend, self.batch.out_cache_loc, kv_latent.unsqueeze(1), k_rope.unsqueeze(1)
         )
-        keys, values = expand(kv_latent)
-        keys = torch.cat([keys, k_rope.unsqueeze(1).expand(-1, layer.num_heads, -1)], dim=-1)
+        keys, values = layer.expand(kv_latent)
+        keys = torch.cat([keys, k_rope.unsqueeze(1).expand(-1, keys.shape[1], -1)], dim=-1)
         o = attend(q.contiguous(), keys, values.contiguous(), self.batch, save_kv_cache=False)
-        return o.view(-1, layer.num_heads, layer.v)
+        return o.view(values.shape)
 
 
 FORMS: dict[str, type[BatchAttention]] = {"torch_native": Generic, "ascend": Ascend}
@@ -154,7 +142,7 @@ def _form(prefill: str, decode: str) -> type[BatchAttention]:
     return FORMS[prefill]
 
 
-def _absorbed(layer: MultiHeadLatentAttention) -> Any:
+def _latent_layer(layer: MultiHeadLatentAttention) -> Any:
     return engine.RadixAttention(
         layer.num_heads, layer.R + layer.r, layer.scale, num_kv_heads=1, layer_id=layer.index, v_head_dim=layer.R
     )
