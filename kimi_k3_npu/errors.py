@@ -22,6 +22,10 @@ class LayoutError(KimiK3Error):
     """A parallel layout cannot work for this model or this number of devices."""
 
 
+class IgnoredOptionError(LayoutError):
+    """An option of a layout asks for something that nothing in the layout would do."""
+
+
 class LaunchError(KimiK3Error):
     """A launch would fail or would silently do something else than asked."""
 

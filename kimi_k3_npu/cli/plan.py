@@ -16,9 +16,9 @@ from kimi_k3_npu.errors import KimiK3Error
 
 if TYPE_CHECKING:
     from kimi_k3_npu.config import KimiK3Config
-    from kimi_k3_npu.plan.checks import Subject
     from kimi_k3_npu.plan.dry_run import Pass
     from kimi_k3_npu.plan.hardware import Bound, Chip
+    from kimi_k3_npu.plan.subject import Subject
     from kimi_k3_npu.recipes.schema import Recipe
     from kimi_k3_npu.recipes.serving import Serving
 
@@ -321,8 +321,8 @@ def _dp(one: Recipe) -> int:
 def _of_recipe(
     one: Recipe, given: dict[str, str], model: KimiK3Config | None, reserved: int, draft: int
 ) -> list[Subject]:
-    from kimi_k3_npu.plan.checks import Subject
     from kimi_k3_npu.plan.kernels import published_config
+    from kimi_k3_npu.plan.subject import Subject
     from kimi_k3_npu.recipes.launch import example_inputs, resolve
 
     inputs = {"node_addr": "192.168.0.10", **example_inputs(one), **given}
@@ -386,8 +386,8 @@ def _of_layout(
     draft: int,
 ) -> list[Subject]:
     from kimi_k3_npu.parallel.layout import ParallelLayout
-    from kimi_k3_npu.plan.checks import Subject
     from kimi_k3_npu.plan.kernels import published_config
+    from kimi_k3_npu.plan.subject import Subject
     from kimi_k3_npu.recipes.launch import Launch
 
     layout = ParallelLayout.parse(text)

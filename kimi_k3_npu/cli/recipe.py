@@ -12,7 +12,7 @@ import typer
 from kimi_k3_npu.errors import KimiK3Error
 
 if TYPE_CHECKING:
-    from kimi_k3_npu.plan.checks import Finding
+    from kimi_k3_npu.plan.finding import Finding
     from kimi_k3_npu.recipes.launch import Launch
     from kimi_k3_npu.recipes.schema import Recipe, Role, Setting
 
@@ -102,8 +102,9 @@ def render(
 
 def check(launch: Launch) -> list[Finding]:
     """What the checks find for the published model."""
-    from kimi_k3_npu.plan.checks import Subject, check_launch
+    from kimi_k3_npu.plan.checks import check_launch
     from kimi_k3_npu.plan.kernels import published_config
+    from kimi_k3_npu.plan.subject import Subject
 
     return check_launch(Subject(launch, model_config(launch.recipe) or published_config()))
 

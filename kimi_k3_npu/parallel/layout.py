@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from kimi_k3_npu.config import TextConfig
-from kimi_k3_npu.errors import LayoutError
+from kimi_k3_npu.errors import IgnoredOptionError, LayoutError
 
 Dispatch = Literal["gather", "alltoall", "mc2"]
 #: Of the axes that a weight or the tokens can be split over.
@@ -96,7 +96,7 @@ class ParallelLayout:
     def _check_shared(self) -> None:
         size = self.shared_experts_tp_size
         if not self.uses_all_to_all and (self.enable_shared_experts_attn_tp or size is not None):
-            raise LayoutError(
+            raise IgnoredOptionError(
                 "enable_shared_experts_attn_tp and shared_experts_tp_size need an all-to-all dispatch; with "
                 "dispatch=gather shared experts are split over tp already. Use dispatch=alltoall (with ep = tp), or "
                 "leave the option out"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from kimi_k3_npu.config import TextConfig
-from kimi_k3_npu.model.experts import ExpertForm
+from kimi_k3_npu.model.experts import EXPERTS, ExpertForm
 from kimi_k3_npu.parallel.shard import Piece, layers
 from kimi_k3_npu.plan.weights import Block, block_of
 from kimi_k3_npu.recipes.schema import CheckpointFormat
@@ -43,6 +43,12 @@ EXPERT_FORMS: dict[CheckpointFormat, ExpertForm] = {
     "w4a8": "w4a8",
     "w4a8-attn8": "w4a8",
 }
+
+
+def expert_group(form: CheckpointFormat) -> int:
+    """Inputs of a routed expert that share a scale, and so stay together."""
+    return max(1, *(stored.columns for stored in EXPERTS[EXPERT_FORMS[form]].stored.values()))
+
 
 _SHARED_AND_LATENT = r"mlp\.(shared_experts\..*|routed_expert_(down|up)_proj\.weight)"
 _ATTENTION = r"self_attn\.(in_proj\.weight:(q_proj|k_proj|v_proj|q_a_proj|kv_a_proj_with_mqa)|q_b_proj\.weight)"

@@ -17,7 +17,7 @@ from kimi_k3_npu.ops.device import Device
 from kimi_k3_npu.parallel.layout import AxisName, ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
 from kimi_k3_npu.plan.dry_run import Rank
-from kimi_k3_npu.plan.formats import Held, held_blocks
+from kimi_k3_npu.plan.formats import Held, expert_group, held_blocks
 from kimi_k3_npu.plan.kernels import Situation, layer_kernels
 from kimi_k3_npu.plan.weights import BLOCKS, Block
 from kimi_k3_npu.recipes.schema import CheckpointFormat
@@ -113,7 +113,7 @@ def memory(
         LayoutError: The layout cannot split this model.
     """
     layout = serving.layout
-    layout.check(config.text, expert_group=32 if form in ("mxfp4", "int4x2") else 1)
+    layout.check(config.text, expert_group=expert_group(form))
     rank = Rank(config, layout, form, stage * layout.tp, serving.vision, serving.own_model)
     found = held_blocks(rank.held, config.text)
     blocks = {block: found[block] for block in BLOCKS if block in found}
@@ -123,7 +123,7 @@ def memory(
     weights = sum(held.total for held in blocks.values())
     static = int(total * serving.memory_fraction)
     if need is None:  # which takes longer than all else, and is of no use where not even the weights fit
-        largest = max(serving.chunk, serving.requests * serving.rows)
+        largest = max(serving.chunk, serving.decode_rows)
         need = pass_need(rank, largest, device) if weights < static else Need(0, frozenset())
     communicators = len(need.groups) + (layout.moe_dispatch == "mc2")  # MC2's carries nothing else
     buffers = communicators * BUFFERS_OF_A_COMMUNICATOR * serving.buffer_mb * MEGABYTE

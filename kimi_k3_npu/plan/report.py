@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kimi_k3_npu.plan.checks import Finding, Subject, decode_rows, expert_choice
+from kimi_k3_npu.plan.checks.experts import expert_choice
 from kimi_k3_npu.plan.dry_run import Pass
+from kimi_k3_npu.plan.finding import Finding
 from kimi_k3_npu.plan.hardware import Bound
 from kimi_k3_npu.plan.kernels import Situation, layer_kernels
 from kimi_k3_npu.plan.memory import Memory
 from kimi_k3_npu.plan.search import Candidate, Refused
+from kimi_k3_npu.plan.subject import Subject
 from kimi_k3_npu.recipes.schema import Measured
 
 BAR = 40
@@ -37,7 +39,7 @@ def kernel_uses(subject: Subject) -> list[KernelUse]:
     if of is None or subject.device.soc == "cpu":
         return []
     found = []
-    for phase, tokens in (("prefill", of.chunk), ("decode", decode_rows(of) if of.phase != "prefill" else 0)):
+    for phase, tokens in (("prefill", of.chunk), ("decode", of.decode_rows if of.phase != "prefill" else 0)):
         if not tokens:
             continue
         now = Situation(tokens, of.layout, subject.device, context=max(1, min(of.context, (1 << 20) // tokens)))

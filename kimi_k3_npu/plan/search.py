@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.errors import LayoutError
@@ -15,11 +15,9 @@ from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.plan.dry_run import Rank
 from kimi_k3_npu.plan.hardware import Bound, Chip, bound, missing
 from kimi_k3_npu.plan.memory import Memory, memory
+from kimi_k3_npu.plan.subject import Subject
 from kimi_k3_npu.recipes.schema import CheckpointFormat
 from kimi_k3_npu.recipes.serving import Serving
-
-if TYPE_CHECKING:
-    from kimi_k3_npu.plan.checks import Subject
 
 #: Pipeline stages that are tried.
 STAGES = (1, 2, 4)

@@ -311,9 +311,15 @@ def _measured(keys: _Keys, read: _Settings) -> Measured:
 
 
 def near(word: str, words: Iterable[str]) -> str:
-    """ "; did you mean ...?" for the words most like `word`, or nothing."""
+    """As `did_you_mean`, to go on a sentence with."""
+    question = did_you_mean(word, words)
+    return f"; {question}" if question else ""
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Ask for the words most like `word`; nothing where none is like it."""
     matches = difflib.get_close_matches(word, list(words), n=2)
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
+    return f"did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def _text(value: Any, path: str) -> str:

@@ -47,6 +47,11 @@ class Serving:
     #: Whether this package's model runs, and not the engine's own.
     own_model: bool = True
 
+    @property
+    def decode_rows(self) -> int:
+        """Rows of one replica in the largest decode step."""
+        return self.requests * self.rows
+
 
 def serving(launch: Launch) -> Serving:
     """Raises LayoutError when the flags do not make a layout."""

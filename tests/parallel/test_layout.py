@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kimi_k3_npu.config import MXFP4_GROUP, TextConfig
-from kimi_k3_npu.errors import LayoutError
+from kimi_k3_npu.errors import IgnoredOptionError, LayoutError
 from kimi_k3_npu.parallel.layout import FORMER_VARIABLES, AxisName, ParallelLayout
 from kimi_k3_npu.plan.kernels import published_config
 
@@ -169,7 +169,7 @@ def test_refused_without_a_model(layout: str, message: str) -> None:
 @pytest.mark.parametrize("option", ["shared=attn_tp", "shared=2"])
 def test_options_for_the_shared_experts_need_an_all_to_all(option: str) -> None:
     with pytest.raises(
-        LayoutError, match=r"need an all-to-all dispatch; .* Use dispatch=alltoall \(with ep = tp\), or"
+        IgnoredOptionError, match=r"need an all-to-all dispatch; .* Use dispatch=alltoall \(with ep = tp\), or"
     ):
         ParallelLayout.parse(f"tp=4,ep=4,{option}")
 

@@ -9,7 +9,9 @@ import pytest
 
 from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.parallel.layout import ParallelLayout
-from kimi_k3_npu.plan.checks import CHECKS, Finding, Subject, check_launch
+from kimi_k3_npu.plan.checks import CHECKS, check_launch
+from kimi_k3_npu.plan.finding import Finding
+from kimi_k3_npu.plan.subject import Subject
 from kimi_k3_npu.recipes.launch import all_launches, example_inputs
 from kimi_k3_npu.recipes.reader import load_recipe, recipe_names
 from kimi_k3_npu.recipes.schema import Setting

@@ -10,7 +10,8 @@ import pytest
 
 from kimi_k3_npu.cli import main
 from kimi_k3_npu.config import KimiK3Config
-from kimi_k3_npu.plan.checks import Subject, check_launch
+from kimi_k3_npu.plan.checks import check_launch
+from kimi_k3_npu.plan.subject import Subject
 from kimi_k3_npu.recipes.addresses import read_address, read_endpoint
 from kimi_k3_npu.recipes.engine_flags import load_flags
 from kimi_k3_npu.recipes.launch import Launch, example_inputs, resolve
