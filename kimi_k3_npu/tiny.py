@@ -14,9 +14,11 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from kimi_k3_npu.checkpoint.export import export_tensors, write_checkpoint
+from kimi_k3_npu.checkpoint.export import export_tensors, replace_checkpoint
+from kimi_k3_npu.checkpoint.folder import contents
 from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.errors import KimiK3Error
+from kimi_k3_npu.locks import writing_to
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.resources import resource_path
 from kimi_k3_npu.tokenizer import PUBLISHED_NAMES, VISIBLE_CONTROL_TOKENS, byte_alphabet
@@ -78,22 +80,29 @@ def write_tiny(folder: Path, *, seed: int = 0, storage: TinyFormat = "mxfp4") ->
         storage: "mxfp4" packs the routed experts as published, the rest being bf16; "bf16" and "fp32" pack nothing.
 
     Raises:
-        KimiK3Error: `folder` is a file, or has something in it.
+        KimiK3Error: `folder` is a file, has something in it, or is being written to.
     """
     if folder.exists() and not folder.is_dir():
         raise KimiK3Error(f"{folder}: is a file; give a folder to make")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise KimiK3Error(f"{folder}: not empty, and nothing is overwritten; give a new folder")
-    raw = tiny_config(storage)
-    write_weights(folder, _random_model(raw, seed), mxfp4_experts=storage == "mxfp4")
-    write_settings(folder, raw)
+    folder.mkdir(parents=True, exist_ok=True)
+    with writing_to(folder, "tiny checkpoint"):
+        if contents(folder):
+            raise KimiK3Error(f"{folder}: not empty, and nothing is overwritten; give a new folder")
+        raw = tiny_config(storage)
+        _write_weights(folder, _random_model(raw, seed), storage == "mxfp4")
+        write_settings(folder, raw)
 
 
 def write_weights(folder: Path, model: KimiK3ForCausalLM, *, mxfp4_experts: bool = True) -> None:
     """Write the weights of a small model in two shards and their index. The folder is made if need be."""
-    tensors = list(export_tensors(model, mxfp4_experts=mxfp4_experts))
     folder.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(tensors, folder, shard_bytes=-(-sum(tensor.nbytes for _, tensor in tensors) // 2))
+    with writing_to(folder, "tiny checkpoint"):
+        _write_weights(folder, model, mxfp4_experts)
+
+
+def _write_weights(folder: Path, model: KimiK3ForCausalLM, mxfp4_experts: bool) -> None:
+    tensors = list(export_tensors(model, mxfp4_experts=mxfp4_experts))
+    replace_checkpoint(tensors, folder, shard_bytes=-(-sum(tensor.nbytes for _, tensor in tensors) // 2))
 
 
 def write_settings(folder: Path, raw: dict[str, Any]) -> None:

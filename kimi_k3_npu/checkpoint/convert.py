@@ -16,6 +16,7 @@ import shutil
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ import torch
 
 from kimi_k3_npu.checkpoint.convert_shard import Shard, plan_shards
 from kimi_k3_npu.checkpoint.error_report import ErrorReport
+from kimi_k3_npu.checkpoint.folder import contents
 from kimi_k3_npu.checkpoint.forms import INT4X2, MXFP4, PLAIN, W4A8, Form
 from kimi_k3_npu.checkpoint.load import Progress, empty_model
 from kimi_k3_npu.checkpoint.modelslim import DESCRIPTION
@@ -32,6 +34,7 @@ from kimi_k3_npu.checkpoint.storage import read_storage
 from kimi_k3_npu.checkpoint.writer import move, write_text
 from kimi_k3_npu.config import MXFP4_GROUP, OWN_QUANT_METHOD, KimiK3Config, read_config_file
 from kimi_k3_npu.errors import CheckpointError
+from kimi_k3_npu.locks import writing_to
 from kimi_k3_npu.resources import resource_path
 
 ConvertTo = Literal["bf16", "w4a8", "mxfp4", "int4x2"]
@@ -67,7 +70,8 @@ def convert(
         progress: Called with the bytes read so far and the bytes to read.
 
     Raises:
-        CheckpointError: The source is faulty, holds experts of this form already, or `out` holds something else.
+        CheckpointError: The source is faulty, holds experts of this form already, or `out` holds something else or is
+            being written to.
     """
     source, out = Path(source), Path(out)
     checkpoint = Checkpoint.open(source)
@@ -84,11 +88,15 @@ def convert(
     stem = "quant_model_weights" if to == "w4a8" else "model"
     shards = plan_shards(checkpoint, plan.assignments, FORMS[to], stem)
     index = out / f"{stem}.safetensors.index.json"
-    if _begin(out, _identity(checkpoint, to)):
-        if not index.is_file():
-            _write_shards(checkpoint, shards, out, jobs, device, progress or (lambda done, total: None))
-            _write_the_rest(checkpoint, shards, out, to, index)
-        _clean_up(out / WORK)
+    out.mkdir(parents=True, exist_ok=True)
+    with writing_to(out, "conversion", CheckpointError):
+        if _begin(out, _identity(checkpoint, to)):
+            if not index.is_file():
+                _write_shards(checkpoint, shards, out, jobs, device, progress or (lambda done, total: None))
+                _write_the_rest(checkpoint, shards, out, to, index)
+            _empty(out / WORK)
+    with suppress(FileNotFoundError):  # the same conversion, started just now, saw that nothing else is left to do
+        (out / WORK).rmdir()
     return ErrorReport.from_json(json.loads((out / REPORT).read_text(encoding="utf-8"))["blocks"])
 
 
@@ -113,11 +121,10 @@ def _begin(out: Path, identity: str) -> bool:
         what = "holds an unfinished conversion of another checkpoint, or to another form"
         raise CheckpointError(f"{out}: {what}; give a new folder, or remove this one")
     if job.parent.is_dir() and (out / REPORT).is_file():  # stopped when only the empty folder was left to remove
-        job.parent.rmdir()
         return False
-    if out.exists() and any(found.name != WORK for found in out.iterdir()):
+    if any(found.name != WORK for found in contents(out)):
         raise CheckpointError(f"{out}: not empty, and no unfinished conversion; give a new folder")
-    job.parent.mkdir(parents=True, exist_ok=True)
+    job.parent.mkdir(exist_ok=True)
     write_text(job, identity)
     return True
 
@@ -173,7 +180,7 @@ def _write_the_rest(checkpoint: Checkpoint, shards: Sequence[Shard], out: Path, 
     for shard in shards:
         report.merge(ErrorReport.from_json(json.loads((out / WORK / f"{shard.name}.json").read_text(encoding="utf-8"))))
     weight_files = {entry.file.name for entry in checkpoint.entries.values()} | {*checkpoint.unindexed_files}
-    for file in sorted(source.iterdir()):
+    for file in contents(source):
         own = file.name in ("config.json", DESCRIPTION, REPORT) or file.name.endswith(".safetensors.index.json")
         if file.is_file() and not own and file.name not in weight_files:
             shutil.copyfile(file, out / WORK / "copy.part")
@@ -194,11 +201,13 @@ def _write_the_rest(checkpoint: Checkpoint, shards: Sequence[Shard], out: Path, 
     _write_json(index, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _clean_up(work: Path) -> None:
-    """Remove the folder `work`, of its files last the one by which an unfinished conversion is known."""
+def _empty(work: Path) -> None:
+    """Remove what is in `work`, last the file by which an unfinished conversion is known.
+
+    The empty folder stays until the lock's file is gone: so a stop between the two is seen by the next run.
+    """
     for left in sorted(work.iterdir(), key=lambda file: file.name == _JOB):
         left.unlink()
-    work.rmdir()
 
 
 def _config(raw: dict[str, Any], to: ConvertTo) -> dict[str, Any]:

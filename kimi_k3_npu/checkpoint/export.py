@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kimi_k3_npu.checkpoint.forms import INT4X2, MXFP4, PLAIN
 from kimi_k3_npu.checkpoint.names import FP32_NAMES, Target, published_name
+from kimi_k3_npu.checkpoint.safetensors_header import load_json
 from kimi_k3_npu.checkpoint.storage import Storage
+from kimi_k3_npu.checkpoint.writer import move, write_shard, write_text
+from kimi_k3_npu.locks import writing_to
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.ops.quant import mxfp4_quantize
 from kimi_k3_npu.parallel.shard import Layer, layers
 
 INDEX = "model.safetensors.index.json"
+
+#: Holds new shards until all are written.
+WORK = ".export"
+
+_SHARD = re.compile(r"model-\d{5}-of-\d{6}\.safetensors")
 
 
 def export_tensors(model: KimiK3ForCausalLM, *, mxfp4_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -48,22 +58,77 @@ def export_tensors(model: KimiK3ForCausalLM, *, mxfp4_experts: bool = False) -> 
 def write_checkpoint(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, shard_bytes: int = 4 << 30) -> None:
     """Write `tensors` to numbered shards in `folder`, and their index. A shard ends once it holds `shard_bytes`.
 
-    Holds one shard in memory. Files get their final names when all are written, the index last.
+    Holds one shard in memory. Numbered shards that are there are replaced or removed. Whatever stops this, the folder
+    then holds the checkpoint before, the new one, or one whose index names a missing shard; writing again mends it.
+
+    Raises:
+        KimiK3Error: Another process writes to `folder`.
     """
+    with writing_to(folder, "export"):
+        replace_checkpoint(tensors, folder, shard_bytes=shard_bytes)
+
+
+def replace_checkpoint(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, shard_bytes: int) -> None:
+    """`write_checkpoint` for a caller that has `folder` locked.
+
+    New shards never meet old ones under one index: they are made in a folder of their own, which the new index first
+    names with them. From then on the old shards are not part of the checkpoint, and the new ones take their places.
+    """
+    _put_in_place(folder)  # those of an export that was stopped: they may be all that is whole
+    work = folder / WORK
+    if work.exists():
+        shutil.rmtree(work)
+    work.mkdir()
+    try:
+        index = _write_shards(tensors, work, shard_bytes)
+    except BaseException:
+        shutil.rmtree(work)
+        raise
+    _write_index(folder, index)
+    _put_in_place(folder)
+    work.rmdir()
+
+
+def _write_shards(tensors: Iterable[tuple[str, Tensor]], work: Path, shard_bytes: int) -> dict[str, Any]:
+    """Returns the index that names the shards where they are."""
     parts: list[tuple[Path, list[str]]] = []
     total = 0
     for shard in _shards(tensors, shard_bytes):
-        part = folder / f"model-{len(parts) + 1:05}.part"
-        save_file(shard, part, metadata={"format": "pt"})
+        part = work / f"{len(parts) + 1:05}.part"
+        write_shard(part, shard)
         parts.append((part, list(shard)))
         total += sum(tensor.nbytes for tensor in shard.values())
     weight_map: dict[str, str] = {}
     for number, (part, names) in enumerate(parts, start=1):
         file = f"model-{number:05}-of-{len(parts):06}.safetensors"
-        part.rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        move(part, work / file)
+        weight_map |= dict.fromkeys(names, f"{WORK}/{file}")
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+def _put_in_place(folder: Path) -> None:
+    """Move the shards that the index names in WORK to where they belong, those that are left after a stop; then the
+    index says so. Nothing happens if it names none there."""
+    try:
+        index = load_json((folder / INDEX).read_bytes(), lambda key: None)
+        weight_map = {name: PurePosixPath(shard) for name, shard in index["weight_map"].items()}
+    except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):  # none, or none of ours
+        return
+    shards = set(weight_map.values())
+    if not any(shard.parts[:1] == (WORK,) for shard in shards):
+        return
+    for shard in sorted(shards):
+        if (folder / shard).is_file():
+            move(folder / shard, folder / shard.name)
+    _write_index(folder, index | {"weight_map": {name: shard.name for name, shard in weight_map.items()}})
+    names = {shard.name for shard in shards}
+    for old in folder.iterdir():
+        if _SHARD.fullmatch(old.name) and old.name not in names:
+            old.unlink()
+
+
+def _write_index(folder: Path, index: dict[str, Any]) -> None:
+    write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -11,9 +11,18 @@ from typing import Any
 
 from kimi_k3_npu.checkpoint.safetensors_header import Header, load_json
 from kimi_k3_npu.errors import CheckpointError, Fault
+from kimi_k3_npu.locks import LOCK
+
+#: How their names end.
+SHARD, INDEX = ".safetensors", ".safetensors.index.json"
 
 #: What counts as a shard in a folder without an index. Other safetensors files (adapters, test data) do not.
 SHARD_PATTERNS = ("model.safetensors", "model-*.safetensors", "quant_model_weights*.safetensors")
+
+#: What operating and file systems put beside files, AppleDouble's `._model.safetensors` among them; and our locks.
+_LITTER = re.compile(
+    r"\._.*|\.DS_Store|\.nfs.*|\.fuse_hidden.*|Thumbs\.db|desktop\.ini|lost\+found|.*" + re.escape(LOCK), re.IGNORECASE
+)
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 
@@ -37,6 +46,16 @@ class Shards:
     faults: list[Fault] = field(default_factory=list)
 
 
+def contents(folder: Path) -> list[Path]:
+    """What somebody has put into `folder`, by name: not what a system has added of itself, nor a lock of ours."""
+    return sorted(path for path in folder.iterdir() if not _LITTER.fullmatch(path.name))
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether `folder` holds shards or an index, be they right or not."""
+    return folder.is_dir() and any(path.name.endswith((SHARD, INDEX)) for path in contents(folder))
+
+
 def find_shards(folder: Path) -> Shards:
     """The shards in `folder`, with all that is wrong about the index and the file names.
 
@@ -46,8 +65,9 @@ def find_shards(folder: Path) -> Shards:
     if not folder.is_dir():
         problem = "not a folder" if folder.exists() else "no such folder"
         raise CheckpointError(f"{folder}: {problem}; give the folder that holds the safetensors files")
-    files = sorted(file.name for file in folder.glob("*.safetensors"))
-    indexes = sorted(file.name for file in folder.glob("*.safetensors.index.json"))
+    names = [path.name for path in contents(folder)]
+    files = [name for name in names if name.endswith(SHARD)]
+    indexes = [name for name in names if name.endswith(INDEX)]
     shards = Shards()
     if len(indexes) > 1:
         detail = f"{len(indexes)} index files, {', '.join(indexes)}; keep the one of the checkpoint to load"
@@ -106,8 +126,11 @@ def _read_index(folder: Path, index: str, shards: Shards) -> None:
     except ValueError as error:
         shards.faults.append(Fault("broken index", index, str(error)))
     else:
-        shards.weight_map, shards.metadata = weight_map, {index: metadata}
-        for shard, count in sorted(Counter(weight_map.values()).items()):
+        # One file may be written in several ways: x, ./x, folder/x and folder//x.
+        plain = {shard: str(PurePosixPath(shard)) for shard in set(weight_map.values())}
+        shards.weight_map = {name: plain[shard] for name, shard in weight_map.items()}
+        shards.metadata = {index: metadata}
+        for shard, count in sorted(Counter(shards.weight_map.values()).items()):
             if (folder / shard).exists():
                 shards.present.append(shard)
             else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from kimi_k3_npu.checkpoint.manifest import TensorSpec
@@ -43,7 +44,7 @@ class ShardWriter:
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
         self._start = 8 + len(raw)
-        self._fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
+        self._fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)
         _write_all(self._fd, len(raw).to_bytes(8, "little") + raw, 0)
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -71,8 +72,20 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
+def write_shard(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write all of a safetensors file, to the disk, with the mode that the umask gives to new files."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt"})  # puts a file of its own there, which only its owner may read
+    file.chmod(mode)
+    _sync(file)
+
+
 def write_text(file: Path, text: str) -> None:
-    """Write `file` whole or not at all."""
+    """Write `file` whole or not at all; a device or pipe is written to as it is."""
+    if file.exists() and not file.is_file():
+        file.write_text(text, encoding="utf-8")
+        return
     part = file.with_name(f"{file.name}.part")
     with open(part, "w", encoding="utf-8") as stream:
         stream.write(text)
@@ -84,11 +97,16 @@ def write_text(file: Path, text: str) -> None:
 def move(part: Path, final: Path) -> None:
     """Rename, and have the folder remember it."""
     part.replace(final)
-    folder = os.open(final.parent, os.O_RDONLY)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold the file, or the names in the folder, that is at `path`."""
+    fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(fd)
     finally:
-        os.close(folder)
+        os.close(fd)
 
 
 def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kimi_k3_npu.cli import generation
+from kimi_k3_npu.cli import generation, outputs
 from kimi_k3_npu.cli.numbers import MOST
 from kimi_k3_npu.cli.progress import steps_bar
 
@@ -18,7 +18,15 @@ def batch(
         Path,
         typer.Option(metavar="FILE", help="Prompts: a line of text each, or of JSON (.jsonl).", show_default=False),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Results, a line of JSON each.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="Results, a line of JSON each.",
+            callback=outputs.file_with_folders,
+            show_default=False,
+        ),
+    ],
     engine: Annotated[Literal["transformers", "sglang", "vllm"], typer.Option(help="What generates.")] = "transformers",
     engine_arg: generation.EngineArgs = None,
     batch_size: Annotated[

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from kimi_k3_npu.cli import generation
+from kimi_k3_npu.cli import generation, outputs
 from kimi_k3_npu.cli.numbers import MOST
 from kimi_k3_npu.cli.progress import steps_bar
 
@@ -72,7 +74,13 @@ def gsm(
     ] = None,
     show: Annotated[int, typer.Option(min=0, max=MOST, help="Print the first so many problems and answers.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write every answer, a line of JSON each.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write every answer, a line of JSON each.",
+            callback=outputs.file_with_folders,
+            show_default=False,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the score as one JSON object.")] = False,
 ) -> None:
@@ -109,16 +117,15 @@ def gsm(
         seed=seed,
         thinking=thinking,
     )
-    if out is not None:
-        scoring.write_marked([], out)  # a file that cannot be written is noticed before an hour of answers
-    answers = _open(settings, options, batch_size, effort)
-    try:
-        marked, seconds = _ask(answers, conversations, problems)
-    finally:
-        answers.close()
+    with _alone_at(out):
+        answers = _open(settings, options, batch_size, effort)
+        try:
+            marked, seconds = _ask(answers, conversations, problems)
+        finally:
+            answers.close()
+        if out is not None:
+            scoring.write_marked(marked, out)
     result = scoring.score(marked, seconds)
-    if out is not None:
-        scoring.write_marked(marked, out)
     if as_json:
         asked = {**asdict(settings), "model": answers.model, "shots": shots, "effort": effort}
         typer.echo(json.dumps(asked | asdict(result)))
@@ -162,6 +169,19 @@ def _chosen(data: Path, limit: int | None, shots: int, shots_from: Path | None) 
     if not asked:
         raise EvaluationError(f"{data}: all of its {len(problems)} problems are shown by --shots, none is left to ask")
     return examples, asked
+
+
+@contextmanager
+def _alone_at(out: Path | None) -> Iterator[None]:
+    """Nothing else writes to `out`, if it is given; its folder is made."""
+    if out is None:
+        yield
+        return
+    from kimi_k3_npu.locks import writing_to
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with writing_to(out, "evaluation"):
+        yield
 
 
 def _open(settings: BatchSettings, options: dict[str, Any], batch_size: int | None, effort: Effort | None) -> Answers:

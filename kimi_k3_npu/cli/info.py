@@ -85,9 +85,10 @@ def active_parameters(counts: dict[str, int], text: TextConfig) -> int:
 
 def _stored(folder: Path, config: KimiK3Config) -> Stored | None:
     """What the folder's shards hold; None if there are none."""
+    from kimi_k3_npu.checkpoint.folder import has_weights
     from kimi_k3_npu.checkpoint.reader import Checkpoint
 
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.safetensors.index.json")):
+    if not has_weights(folder):
         return None
     entries = Checkpoint.open(folder).entries.values()
     dtypes: Counter[str] = Counter()

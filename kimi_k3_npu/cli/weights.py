@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from kimi_k3_npu.cli import outputs
 from kimi_k3_npu.cli.numbers import MOST_RANKS
 from kimi_k3_npu.cli.progress import bytes_bar
 
@@ -33,7 +34,9 @@ def weights() -> None:
 
 @app.command()
 def tiny(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.", show_default=False)],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to make.", callback=outputs.folder, show_default=False)
+    ],
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the random weights.")] = 0,
     storage: Annotated[
         Literal["mxfp4", "bf16", "fp32"],
@@ -102,15 +105,21 @@ def verify(
 def checksum(
     folder: Folder,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="File to write.", show_default="DIR/checksums.json")
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="File to write.", callback=outputs.file, show_default="DIR/checksums.json"
+        ),
     ] = None,
 ) -> None:
     """Write the SHA-256 of every tensor, and config.json, to a file that `weights verify --against` takes."""
     from kimi_k3_npu.checkpoint.checksums import Checksums
     from kimi_k3_npu.checkpoint.reader import Checkpoint
+    from kimi_k3_npu.locks import writing_to
 
     total, done = Checkpoint.open(folder).total_bytes, 0
-    with bytes_bar("reading") as progress:
+    file = out or outputs.file(folder / "checksums.json")
+    assert file
+    with writing_to(file, "checksum"), bytes_bar("reading") as progress:
 
         def count(nbytes: int) -> None:
             nonlocal done
@@ -118,15 +127,19 @@ def checksum(
             progress(done, total)
 
         sums = Checksums.of(folder, on_bytes=count)
-    file = out or folder / "checksums.json"
-    sums.write(file)
+        sums.write(file)
     typer.echo(f"{file}: {len(sums.tensors):,} tensors")
 
 
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="Checkpoint folder.", show_default=False)],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make, or to go on with.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="Folder to make, or to go on with.", callback=outputs.folder, show_default=False
+        ),
+    ],
     to: Annotated[
         Literal["bf16", "w4a8", "mxfp4", "int4x2"],
         typer.Option("--to", help="Form of the routed experts; int4x2 is MXFP4's values for hardware without FP4."),

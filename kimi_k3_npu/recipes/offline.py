@@ -7,16 +7,17 @@ run cannot mix answers of two models into one file.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol
 
 from kimi_k3_npu.lines import LineError, json_line, read_object
+from kimi_k3_npu.locks import writing_to
 from kimi_k3_npu.recipes.requests import BatchError, BatchSettings, Request, read_requests
 from kimi_k3_npu.tokenizer import Tokenizer
 
@@ -62,13 +63,14 @@ class Results:
     def __init__(self, path: Path, settings: BatchSettings) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = path.open("a+b")
+        self._open = ExitStack()
         try:
-            self._lock()
+            self._open.enter_context(writing_to(path, "batch", BatchError))
+            self._file: BinaryIO = self._open.enter_context(path.open("a+b"))
             self._check_settings(settings)
             self.done = self._read()
         except BaseException:
-            self._file.close()
+            self._open.close()
             raise
 
     def __enter__(self) -> Results:
@@ -77,7 +79,7 @@ class Results:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self._open.close()
 
     def missing(self, requests: Iterable[Request]) -> list[Request]:
         """The requests that have no answer yet. Raises BatchError if an answer there is to another prompt."""
@@ -102,12 +104,6 @@ class Results:
     def sync(self) -> None:
         """Let what is written outlive the machine."""
         os.fsync(self._file.fileno())
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BatchError(f"{self.path}: another batch is writing to it") from None
 
     def _check_settings(self, settings: BatchSettings) -> None:
         file = self.path.with_name(self.path.name + ".settings.json")

@@ -169,6 +169,20 @@ def test_other_files_go_along(oracle: Callable[[str], Oracle], tmp_path: Path) -
     assert (tmp_path / "out" / "job.json").read_text() == "mine"
 
 
+def test_what_systems_leave_is_neither_converted_nor_in_the_way(
+    oracle: Callable[[str], Oracle], tmp_path: Path
+) -> None:
+    Draft("k3").write(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    for folder, name in (("in", "._config.json"), ("in", ".DS_Store"), ("out", ".DS_Store"), ("out", "lost+found")):
+        (tmp_path / folder / name).write_text("of another system")
+    convert(tmp_path / "in", tmp_path / "out", "mxfp4")
+    convert(oracle("k3").folder, tmp_path / "wanted", "mxfp4")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names - {".DS_Store", "lost+found"} == {file.name for file in (tmp_path / "wanted").iterdir()}
+    assert (tmp_path / "out" / ".DS_Store").read_text() == "of another system"
+
+
 def test_parts_of_a_weight_in_different_files(oracle: Callable[[str], Oracle], tmp_path: Path) -> None:
     draft = Draft("k3-mxfp4")
     for name in draft.shards:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kimi_k3_npu import KimiK3Config, KimiK3ForCausalLM, load_model
+from kimi_k3_npu.checkpoint.checksums import Checksums
+from kimi_k3_npu.checkpoint.convert import convert
 from kimi_k3_npu.checkpoint.export import INDEX, export_tensors, write_checkpoint
 from kimi_k3_npu.checkpoint.manifest import load_manifest
 from kimi_k3_npu.checkpoint.names import normalise, published_name
@@ -20,6 +23,7 @@ from kimi_k3_npu.checkpoint.reader import Checkpoint
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
 from kimi_k3_npu.resources import resource_path
+from kimi_k3_npu.tiny import write_tiny
 
 FOLDERS = ["k3", "k3-deep", "k3-mxfp4", "k3-router", "k3-vision", "kimi-linear", "kimi-linear-flat"]
 
@@ -150,3 +154,18 @@ def test_a_failed_export_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         write_checkpoint(tensors(), tmp_path, shard_bytes=1)
     assert not list(tmp_path.glob("*.safetensors*"))
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
+def test_files_have_the_mode_of_the_umask(tmp_path: Path, umask: int) -> None:
+    """Colleagues can read what one of them has written: libraries write temporary files of mode 0600."""
+    before = os.umask(umask)
+    try:
+        write_tiny(tmp_path / "tiny")
+        convert(tmp_path / "tiny", tmp_path / "out", "bf16")
+        Checksums.of(tmp_path / "out").write(tmp_path / "out" / "checksums.json")
+    finally:
+        os.umask(before)
+    modes = {str(file): oct(file.stat().st_mode & 0o777) for file in tmp_path.rglob("*") if file.is_file()}
+    assert len(modes) == 18
+    assert modes == dict.fromkeys(modes, oct(0o666 & ~umask))

@@ -99,6 +99,36 @@ def test_without_an_index_the_usual_names_are_taken(tmp_path: Path, names: list[
     assert checkpoint.metadata == {name: {"format": "pt"} for name in names[:taken]}
 
 
+LITTER = [f"._{A}", f"._{INDEX}", ".DS_Store", "._.DS_Store", ".nfs000012.safetensors", "Thumbs.db"]
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_what_systems_leave_beside_weights_is_no_weight(two_shards: Path, indexed: bool) -> None:
+    for name in LITTER:
+        (two_shards / name).write_bytes(b"\0\5\26\7 of another system")
+    if not indexed:
+        (two_shards / INDEX).unlink()
+    checkpoint = Checkpoint.open(two_shards)
+    assert sorted(checkpoint.entries) == ["a", "b", "c"]
+    assert checkpoint.unindexed_files == ()
+
+
+def test_one_file_written_in_several_ways(two_shards: Path) -> None:
+    (two_shards / "more").mkdir()
+    (two_shards / B).rename(two_shards / "more" / B)
+    write_index(two_shards, {"a": A, "b": f"./{A}", "c": f".//more/./{B}"})
+    checkpoint = Checkpoint.open(two_shards)
+    assert {name: entry.file for name, entry in checkpoint.entries.items()} == {
+        "a": two_shards / A,
+        "b": two_shards / A,
+        "c": two_shards / "more" / B,
+    }
+    assert checkpoint.metadata == {INDEX: {"total_size": 1}, A: {}, f"more/{B}": {}}
+    assert checkpoint.unindexed_files == ()
+    write_index(two_shards, {"a": f"./{A}", "b": A, "c": f"./{A}"})
+    assert faults(two_shards) == (Fault("tensor not in its shard", "c", f"the index says {A}, no shard has it"),)
+
+
 def test_a_numbered_series_must_be_complete(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "model-00002-of-00004.safetensors")
     assert faults(tmp_path) == tuple(

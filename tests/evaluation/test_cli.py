@@ -248,7 +248,7 @@ def test_compare(run: Callable, data: Path, server: Server, tmp_path: Path) -> N
         (("--model", "{tiny}", "--data", "{tiny}/none"), 1, "No such file"),
         (("--model", "{tiny}", "--data", "{tiny}/config.json"), 1, "no problem in GSM8K's format"),
         (("--model", "{tiny}/none"), 1, "no such folder"),
-        (("--model", "{tiny}", "--out", "{tiny}"), 1, "Is a directory"),
+        (("--model", "{tiny}", "--out", "{tiny}"), 2, "is a folder; give a file to write"),
     ],
 )
 def test_mistakes(run: Callable, data: Path, tiny: Path, arguments: tuple[str, ...], code: int, message: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kimi_k3_npu.checkpoint.folder import has_weights
 from kimi_k3_npu.checkpoint.load import VISION_PREFIXES
 from kimi_k3_npu.checkpoint.reader import Checkpoint
 from kimi_k3_npu.engines.sglang import IMPL
@@ -71,7 +72,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
 
 
 def _has_vision(folder: Path) -> bool:
-    if not any(folder.glob("*.safetensors*")):
+    if not has_weights(folder):
         return False  # a config alone, for a load with dummy weights
     index = folder / "model.safetensors.index.json"
     try:

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kimi_k3_npu import envs
+from kimi_k3_npu.checkpoint.folder import has_weights
 from kimi_k3_npu.checkpoint.forms import INT4X2, MXFP4, PLAIN
 from kimi_k3_npu.checkpoint.load import VISION_PREFIXES, ExpertWeights, check_weights, empty_model, load_weights
 from kimi_k3_npu.checkpoint.reader import Checkpoint
@@ -82,7 +83,7 @@ class Source:
 def launched_source(config: KimiK3Config) -> Source:
     """The weights of the launch. With `--load-format dummy` they need not be there: how they would be stored counts."""
     path = engine.get_model().model_path
-    if load_format() == "dummy" and not any(Path(path).glob("*.safetensors")):
+    if load_format() == "dummy" and not has_weights(Path(path)):
         form = {"mxfp4": MXFP4, "int4x2": INT4X2}.get(config.quantization or "", PLAIN)
         storage = Storage(config.quantization or "plain", form, folder=Path(path))
         return Source(Checkpoint(Path(path), {}, {}, ()), storage)
