@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.model.cache import ModelCache
-from kimi_k3_npu.model.delta_rule import DeltaRule, KdaForm
+from kimi_k3_npu.model.delta_rule import DeltaRule, KdaForm, StatePools
 from kimi_k3_npu.ops.attention import causal_attention, consecutive, latent_attention
 
 
@@ -137,8 +137,8 @@ class CachedAttention:
 
     def kda(self, layer: int, rule: DeltaRule, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
         self._enter(layer)
-        pools = self.cache.kda_pools(layer)
-        return rule.over_pools(mixed_qkv, forget_gate, beta, pools, self._own, self.query_lens, self._kda_form)
+        pools = StatePools(*self.cache.kda_pools(layer), self._own)
+        return rule.over_pools(mixed_qkv, forget_gate, beta, pools, self.query_lens, self._kda_form)
 
     def _write(self, layer: int, kv_latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         self._enter(layer)

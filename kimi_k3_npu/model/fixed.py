@@ -11,7 +11,7 @@ from torch import Tensor
 from kimi_k3_npu.model.attention import LatentProjections
 from kimi_k3_npu.model.cache import PAGE, ModelCache
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
-from kimi_k3_npu.model.delta_rule import DeltaRule
+from kimi_k3_npu.model.delta_rule import DeltaRule, StatePools
 from kimi_k3_npu.ops.attention import attend_one
 
 
@@ -34,8 +34,8 @@ class FixedAttention:
         return layer.raise_values(attend_one(*layer.absorb(q), *rows, self.lengths + 1, layer.scale))
 
     def kda(self, layer: int, rule: DeltaRule, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
-        every, ones = slice(None), [1] * self.cache.num_slots
-        return rule.over_pools(mixed_qkv, forget_gate, beta, self.cache.kda_pools(layer), every, ones)
+        pools = StatePools(*self.cache.kda_pools(layer), slice(None))
+        return rule.over_pools(mixed_qkv, forget_gate, beta, pools, [1] * self.cache.num_slots)
 
 
 def decode_step(model: KimiK3ForCausalLM, cache: ModelCache, tokens: Tensor, lengths: Tensor, reach: int) -> Tensor:

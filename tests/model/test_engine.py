@@ -1,5 +1,5 @@
 """An engine's caches behind the attention protocol: pages under block tables that nobody clears, and passes that mix
-decoding requests, whose rows are absorbed, with prefills, whose rows are expanded."""
+decoding requests, whose rows are absorbed, with prefills, whose rows are expanded. States are [h, V, K]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from kimi_k3_npu.config import TextConfig
 from kimi_k3_npu.model.attention import LatentProjections
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
-from kimi_k3_npu.model.delta_rule import DeltaRule
+from kimi_k3_npu.model.delta_rule import DeltaRule, StatePools
 from kimi_k3_npu.ops.attention import causal_attention
 
 if TYPE_CHECKING:
@@ -61,16 +61,13 @@ class Blocks:
         self.mla = {layer: torch.full((PAGES * PAGE, width), NAN) for layer in config.mla_layers}
         h, d, W = config.kda_num_heads, config.kda_head_dim, config.short_conv_kernel_size
         shapes = (SEATS, W - 1, 3 * h * d), (SEATS, h, d, d)
-        self.kda = {layer: tuple(torch.zeros(shape) for shape in shapes) for layer in config.kda_layers}
+        self.kda = {layer: tuple(torch.full(shape, NAN) for shape in shapes) for layer in config.kda_layers}
         self.pages, self.seats = list(range(PAGES)), list(range(SEATS))
 
     def lend(self, request: Request) -> None:
         """What the request's next pass needs more."""
         if not request.done:
             request.seat = self.seats.pop()
-            for pools in self.kda.values():
-                for pool in pools:
-                    pool[request.seat] = 0
         while len(request.table) * PAGE < request.done + request.count:
             request.table.append(self.pages.pop(0))
 
@@ -103,8 +100,9 @@ class EngineAttention:
         return torch.cat([absorbed, self._attend(layer, slice(n, None), q[n:], keys, values)])
 
     def kda(self, layer: int, rule: DeltaRule, mixed_qkv: Tensor, forget_gate: Tensor, beta: Tensor) -> Tensor:
-        seats = torch.tensor([request.seat for request in self.requests])
-        return rule.over_pools(mixed_qkv, forget_gate, beta, self.blocks.kda[layer], seats, self.counts)
+        seats, fresh = torch.tensor([(request.seat, not request.done) for request in self.requests]).unbind(1)
+        pools = StatePools(*self.blocks.kda[layer], seats, fresh.bool(), transposed=True)
+        return rule.over_pools(mixed_qkv, forget_gate, beta, pools, self.counts)
 
     def _history(self, layer: LatentProjections, which: slice) -> Tensor:
         """The rows of these requests' tokens so far, [Tk, R + r]."""

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.engines.sglang import symbols as engine
-from kimi_k3_npu.model.delta_rule import DeltaRule
-from kimi_k3_npu.ops.kda import kda_step
+from kimi_k3_npu.model.delta_rule import DeltaRule, StatePools
 from kimi_k3_npu.ops.kda_chunk import kda_chunk
 
 
@@ -31,16 +30,15 @@ class TorchKdaBackend(engine.MambaAttnBackendBase):
         self, layer: Any, forward_batch: Any, mixed_qkv: Tensor, a: Tensor, b: Tensor, **_: Any
     ) -> Tensor:
         """mixed_qkv [S, 3hd], a [S, hd] raw, b [1, S, h] raw -> [1, S, h, d]."""
-        slots = self.forward_metadata.mamba_cache_indices.long()
-        pool = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-        rule = _rule(layer)
+        rule, pools = _rule(layer), self._pools(layer)
         gate = a.reshape(-1, *rule.dt_bias.shape)
-        inputs, windows = rule.inputs(mixed_qkv, gate, b[0], pool.conv[0][slots], [1] * len(slots))
-        o, states = kda_step(*inputs, pool.temporal[slots].transpose(-1, -2).float())
-        _store(pool, slots, windows, states)
-        if forward_batch.mamba_track_mask is not None:
-            tracked = forward_batch.mamba_track_mask
-            _store(pool, self.forward_metadata.mamba_track_indices[tracked].long(), windows[tracked], states[tracked])
+        o = rule.over_pools(mixed_qkv, gate, b[0], pools, [1] * len(gate))
+        tracked = forward_batch.mamba_track_mask
+        if tracked is not None:
+            metadata = self.forward_metadata
+            source, target = metadata.mamba_cache_indices[tracked].long(), metadata.mamba_track_indices[tracked].long()
+            for kept in (pools.windows, pools.states):
+                kept[target] = kept[source]
         return o.to(mixed_qkv.dtype).unsqueeze(0)
 
     def forward_extend(
@@ -50,20 +48,24 @@ class TorchKdaBackend(engine.MambaAttnBackendBase):
         if forward_batch.forward_mode.is_target_verify():
             raise NotImplementedError("speculative decoding is not implemented for KDA on a CPU")
         metadata = self.forward_metadata
-        slots = metadata.mamba_cache_indices.long()
         lengths = [end - start for start, end in pairwise(metadata.query_start_loc.tolist())]
         tokens = sum(lengths)
-        pool = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        pools = self._pools(layer)
+        windows, states = pools.read()
         real = mixed_qkv[:tokens], a[0, :tokens], b[0, :tokens]
-        inputs, windows = _rule(layer).inputs(*real, pool.conv[0][slots], lengths)
-        states = pool.temporal[slots].transpose(-1, -2).float()
+        inputs, windows = _rule(layer).inputs(*real, windows, lengths)
         o, states, snapshots = self._extend(inputs, states, lengths)
-        _store(pool, slots, windows, states)
+        pools.write(windows, states)
         if metadata.has_mamba_track_mask:
-            self._track(pool, forward_batch, mixed_qkv, snapshots)
+            self._track(pools, forward_batch, mixed_qkv, snapshots)
         padded = o.new_zeros(mixed_qkv.shape[0], *o.shape[1:])
         padded[:tokens] = o
         return padded.to(mixed_qkv.dtype).unsqueeze(0)
+
+    def _pools(self, layer: Any) -> StatePools:
+        pool = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        slots = self.forward_metadata.mamba_cache_indices.long()
+        return StatePools(pool.conv[0], pool.temporal, slots, transposed=True)
 
     def _extend(self, inputs: tuple[Tensor, ...], states: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """The outputs, the final states, and the states where SGLang wants a snapshot inside a sequence's new tokens.
@@ -86,26 +88,22 @@ class TorchKdaBackend(engine.MambaAttnBackendBase):
         outputs = [x for pair in zip(early.split(cut_at), late.split(left), strict=True) for x in pair]
         return torch.cat(outputs), states, snapshots
 
-    def _track(self, pool: Any, forward_batch: Any, mixed_qkv: Tensor, snapshots: Tensor) -> None:
+    def _track(self, pools: StatePools, forward_batch: Any, mixed_qkv: Tensor, snapshots: Tensor) -> None:
         """Copy windows and states at the tracked boundaries to the slots that the prefix cache will own."""
         metadata = self.forward_metadata
         rows = metadata.mamba_track_mask_indices
         if rows is None:
             rows = forward_batch.mamba_track_mask.nonzero(as_tuple=True)[0]
-        pool.conv[0][forward_batch.mamba_track_indices[rows].long()] = mixed_qkv[metadata.track_conv_indices].to(
-            pool.conv[0].dtype
+        windows, states = pools.windows, pools.states
+        windows[forward_batch.mamba_track_indices[rows].long()] = mixed_qkv[metadata.track_conv_indices].to(
+            windows.dtype
         )
-        pool.temporal[metadata.track_ssm_final_dst.long()] = pool.temporal[metadata.track_ssm_final_src.long()]
+        states[metadata.track_ssm_final_dst.long()] = states[metadata.track_ssm_final_src.long()]
         inside = snapshots[metadata.track_ssm_h_batch_src.long()]
-        pool.temporal[metadata.track_ssm_h_dst.long()] = inside.transpose(-1, -2).to(pool.temporal.dtype)
+        states[metadata.track_ssm_h_dst.long()] = inside.mT.to(states.dtype)
 
 
 def _rule(layer: Any) -> DeltaRule:
     """The weights that SGLang's layer shares with the model's."""
     dt_bias = layer.dt_bias.view(layer.num_k_heads, layer.head_k_dim)
     return DeltaRule(layer.conv_weights, layer.A_log, dt_bias, layer.lower_bound)
-
-
-def _store(pool: Any, slots: Tensor, windows: Tensor, states: Tensor) -> None:
-    pool.conv[0][slots] = windows.to(pool.conv[0].dtype)
-    pool.temporal[slots] = states.transpose(-1, -2).to(pool.temporal.dtype)
