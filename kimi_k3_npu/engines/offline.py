@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from kimi_k3_npu.engines.launch import IMPL
 from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.recipes.offline import BatchSettings, Generated, OfflineEngine, Request
 
@@ -104,7 +105,7 @@ class Sglang:
 
     def __init__(self, model: Path, options: Mapping[str, Any]) -> None:
         engine = _import("sglang").Engine
-        self._engine = engine(**{"model_path": str(model), "model_impl": "kimi_k3_npu", **options})
+        self._engine = engine(**{"model_path": str(model), "model_impl": IMPL, **options})
 
     def generate(self, requests: Sequence[Request], settings: BatchSettings) -> Iterator[tuple[Request, Generated]]:
         outputs = self._engine.generate(

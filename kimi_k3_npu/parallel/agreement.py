@@ -1,4 +1,4 @@
-"""What has to be the same on all ranks, asked of them once at the start. A rank that differs is named, none waits."""
+"""What ranks have to agree on before one of them goes on alone. A rank that differs is heard by all, none waits."""
 
 from __future__ import annotations
 
@@ -37,6 +37,18 @@ def check_alike(what: str, settings: Mapping[str, Callable[[], object]]) -> None
             problems.append(f"{name} is " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in found.items()))
     if problems:
         raise LaunchError(f"{what} needs the same on all ranks: {'; '.join(problems)}; set it alike on every node")
+
+
+def problems_of_all(problem: str, group: dist.ProcessGroup | None) -> str:
+    """The problems of all ranks of `group`, each once, for them to do the same about: "" where no rank has one.
+
+    None is a rank by itself.
+    """
+    if group is None:
+        return problem
+    problems: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    return "; ".join(dict.fromkeys(problem for problem in problems if problem))
 
 
 def _ranks(ranks: list[str]) -> str:

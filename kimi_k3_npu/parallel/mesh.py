@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kimi_k3_npu import envs
-from kimi_k3_npu.errors import LayoutError
+from kimi_k3_npu.errors import LaunchError, LayoutError
 from kimi_k3_npu.ops.device import current
 from kimi_k3_npu.parallel.agreement import check_alike
 from kimi_k3_npu.parallel.groups import Group
@@ -36,7 +36,7 @@ class Mesh:
     mc2: Group = field(default_factory=lambda: Group("mc2"))
 
     @classmethod
-    def inspect(cls, layout: ParallelLayout, rank: int) -> Mesh:
+    def inspect(cls, layout: ParallelLayout, rank: int) -> Self:
         """The mesh of global `rank`, without transport: enough to build the rank's modules and read its weights."""
         stage, within = _place(layout, rank)
         groups = {}
@@ -48,7 +48,7 @@ class Mesh:
         return cls(layout, stage, **groups)
 
     @classmethod
-    def distributed(cls, layout: ParallelLayout) -> Mesh:
+    def distributed(cls, layout: ParallelLayout) -> Self:
         """The mesh of this process, with process groups. Every process of the world must call it, in the same order.
 
         Raises:
@@ -60,11 +60,9 @@ class Mesh:
         world, rank = dist.get_world_size(), dist.get_rank()
         if world != layout.world:
             raise LayoutError(f"layout {layout} is for {layout.world} ranks, torch.distributed has {world}")
-        planned = cls.inspect(layout, rank)
         if layout.moe_dispatch == "mc2":
             settings = {"HCCL_BUFFSIZE": envs.hccl_buffer_megabytes, "the NPU": lambda: current().soc}
             check_alike("dispatch=mc2", settings)
-        groups: dict[str, Any] = {}
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         # Every process takes part in making every group, also of those it is no member of.
         for name in get_args(AxisName):
@@ -72,11 +70,43 @@ class Mesh:
                 members = _members(layout, name, other)
                 if len(members) > 1 and members not in made:
                     made[members] = dist.new_group(list(members))
-            groups[name] = replace(getattr(planned, name), process_group=made.get(_members(layout, name, rank)))
+        mesh = cls.over(layout, rank, made, "torch.distributed")
         if layout.moe_dispatch == "mc2":
             own = [dist.new_group(list(range(first, first + layout.tp))) for first in range(0, layout.world, layout.tp)]
-            groups["mc2"] = replace(planned.mc2, process_group=own[planned.stage])
-        return replace(planned, **groups)
+            mesh = replace(mesh, mc2=replace(mesh.mc2, process_group=own[mesh.stage]))
+        return mesh
+
+    @classmethod
+    def over(
+        cls,
+        layout: ParallelLayout,
+        rank: int,
+        transports: Mapping[tuple[int, ...], dist.ProcessGroup],
+        owner: str,
+        *,
+        unused: Collection[AxisName] = (),
+    ) -> Self:
+        """The mesh of global `rank` over process groups that `owner` has made, each found by the global ranks in it.
+
+        Nothing travels along the axes in `unused`, which need none.
+
+        Raises:
+            LaunchError: There is no group of the ranks that an axis needs.
+        """
+        planned = cls.inspect(layout, rank)
+        carried: dict[str, Any] = {}
+        for name in get_args(AxisName):
+            group: Group = getattr(planned, name)
+            if group.size == 1 or name in unused:
+                continue
+            members = _members(layout, name, rank)
+            if members not in transports:
+                raise LaunchError(
+                    f"{owner} has no process group of ranks {list(members)}, which {group.name} = {group.size} needs "
+                    f"in layout {layout}"
+                )
+            carried[name] = replace(group, process_group=transports[members])
+        return replace(planned, **carried)
 
     def all_replicas(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Every replica's rows, on every rank: x [counts[replica], ...] -> [sum(counts), ...]."""

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kimi_k3_npu import load_model
-from kimi_k3_npu.engines.sglang import symbols, weights
+from kimi_k3_npu.engines import weights
+from kimi_k3_npu.engines.sglang import symbols
 from kimi_k3_npu.engines.sglang.reload import reload
 from kimi_k3_npu.ops.device import assume
 from kimi_k3_npu.parallel import shard

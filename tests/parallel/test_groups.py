@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from kimi_k3_npu.errors import LayoutError
+from kimi_k3_npu.engines.groups import process_groups
+from kimi_k3_npu.errors import LaunchError, LayoutError
+from kimi_k3_npu.parallel.agreement import problems_of_all
 from kimi_k3_npu.parallel.groups import Group
-from kimi_k3_npu.parallel.layout import ParallelLayout
+from kimi_k3_npu.parallel.layout import AxisName, ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
 from tests.parallel.launch import Case, launch
 
@@ -23,6 +27,12 @@ TABLES = {
     "replicas": ("tp=3,dp=3", 2, [3, 0, 1]),
     "within replicas": ("tp=3,dp=3,lm_head=dp", 2, [0, 2, 3]),
     "no rows": ("tp=3,dp=3", 7, [0, 0, 0]),
+}
+#: What is wrong on each of three ranks, and what all of them then know.
+PROBLEMS = {
+    "none": (["", "", ""], ""),
+    "one": (["", "no such file", ""], "no such file"),
+    "some": (["torn", "no such file", "torn"], "torn; no such file"),
 }
 #: HCCL_BUFFSIZE of three ranks.
 BUFFERS = {"alike": ["1800"] * 3, "one differs": ["1800", "", "1800"], "one is no number": ["1800", "1800", "2G"]}
@@ -40,6 +50,8 @@ def cases_of() -> dict[tuple[str, str], Case]:
     cases["mc2", "three ranks"] = {"what": "groups_of_mc2", "layout": "tp=3,dispatch=mc2"}
     cases["mc2", "stages"] = {"what": "groups_of_mc2", "layout": "pp=3,dispatch=mc2"}
     cases["mesh", "too large"] = {"what": "refused_mesh", "layout": "tp=2,pp=2"}
+    for name, (problems, _) in PROBLEMS.items():
+        cases["problems", name] = {"what": "told", "problems": problems}
     for name, buffers in BUFFERS.items():
         cases["mesh", name] = {"what": "refused_mesh", "layout": "tp=3,dispatch=mc2", "buffers": buffers}
     return cases
@@ -122,6 +134,33 @@ def test_ranks_agree_on_the_dispatch_before_anything_runs(results: dict) -> None
     for name, values in found.items():
         wanted = f"dispatch=mc2 needs the same on all ranks: HCCL_BUFFSIZE is {values}; set it alike on every node"
         assert results["mesh", name] == [wanted] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_all_ranks_hear_of_the_problems_of_any(results: dict, name: str) -> None:
+    assert results["problems", name] == [PROBLEMS[name][1]] * 3
+
+
+def test_a_rank_by_itself_has_its_own_problem() -> None:
+    assert [problems_of_all(problem, None) for problem in ("", "torn")] == ["", "torn"]
+
+
+def test_a_mesh_over_groups_that_an_engine_has_made() -> None:
+    """Each axis finds its group by the ranks in it, in order; of two groups of the same ranks the first is taken."""
+    layout = ParallelLayout.parse("tp=4,dp=2,pp=2")
+    made: Any = [([4, 5, 6, 7], "stage"), ([6, 7], "replica"), ([4, 5, 6, 7], "again"), ([0, 1], "others")]
+    groups = process_groups(SimpleNamespace(ranks=ranks, device_group=name) for ranks, name in made)
+    mesh = Mesh.over(layout, 7, groups, "Motor", unused=["dp"])
+    assert (mesh.stage, mesh.tp.rank, mesh.attn_tp.rank, mesh.dp.rank) == (1, 3, 1, 1)
+    carried = {axis: getattr(mesh, axis).process_group for axis in get_args(AxisName)}
+    assert carried == {
+        **dict.fromkeys(("tp", "moe_tp", "shared", "dense", "vocab"), "stage"),
+        **{"attn_tp": "replica", "dp": None, "ep": None},
+    }
+    wanted = r"^Motor has no process group of ranks \[5, 7\], which dp = 2 needs in layout tp=4,dp=2,pp=2$"
+    with pytest.raises(LaunchError, match=wanted):
+        Mesh.over(layout, 7, groups, "Motor")
 
 
 def test_one_rank_needs_no_process_group() -> None:

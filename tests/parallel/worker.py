@@ -34,6 +34,7 @@ from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.model.moe import DispatchedMoE, GatheredMoE
 from kimi_k3_npu.model.vocabulary import VocabularyTable
 from kimi_k3_npu.ops.op import CHOSEN
+from kimi_k3_npu.parallel.agreement import problems_of_all
 from kimi_k3_npu.parallel.experts import AllToAll, ExpertDispatch, Mc2
 from kimi_k3_npu.parallel.groups import Group
 from kimi_k3_npu.parallel.layout import ParallelLayout
@@ -185,6 +186,11 @@ def groups_of_mc2(layout: str) -> list[str]:
     return shared
 
 
+def told(problems: list[str]) -> str:
+    """What this rank hears of a problem of each."""
+    return problems_of_all(problems[dist.get_rank()], dist.group.WORLD)
+
+
 def refused_mesh(layout: str, buffers: list[str] | None = None) -> str:
     """The message with which every rank is refused: for a layout of another size, or for its own HCCL_BUFFSIZE."""
     own = {"HCCL_BUFFSIZE": buffers[dist.get_rank()]} if buffers else {}
@@ -222,7 +228,9 @@ def experts_of_another_rank(model: KimiK3ForCausalLM) -> Iterator[None]:
 
 
 BREAKAGES = {f.__name__: f for f in (norm_before_the_sum, no_sum_over_attn_tp, experts_of_another_rank)}
-CASES = {f.__name__: f for f in (score, held, disagree, collectives, dispatch, vocabulary, groups_of_mc2, refused_mesh)}
+CASES = {
+    f.__name__: f for f in (score, held, disagree, collectives, dispatch, vocabulary, groups_of_mc2, told, refused_mesh)
+}
 
 
 def _world() -> Group:

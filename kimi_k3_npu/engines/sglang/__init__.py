@@ -2,13 +2,10 @@
 
 `register` is the entry point of group `sglang.srt.plugins`. SGLang calls it in each of its processes, and only logs
 what it raises; so it does nothing that can fail for a reason of ours. It places two light hooks. What they find wrong
-they raise where SGLang does not catch it, and whatever keeps them from being placed is reported by `_guard`.
+they raise where SGLang does not catch it, and whatever keeps them from being placed is reported by `guard`.
 """
 
 from __future__ import annotations
-
-#: What `--model-impl` must say.
-IMPL = "kimi_k3_npu"
 
 
 def register() -> None:

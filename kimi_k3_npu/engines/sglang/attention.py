@@ -7,12 +7,13 @@ halves of queries and keys apart; expanded for prefill, where the model writes t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from kimi_k3_npu.engines.sglang import symbols as engine
+from kimi_k3_npu.engines.sglang.options import ATTENTION_BACKEND, AttentionBackend
 from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.model.attention import LatentProjections
 from kimi_k3_npu.model.delta_rule import DeltaRule
@@ -132,14 +133,13 @@ class Ascend(BatchAttention):
         return o.view(values.shape)
 
 
-FORMS: dict[str, type[BatchAttention]] = {"torch_native": Generic, "ascend": Ascend}
+FORMS: dict[AttentionBackend, type[BatchAttention]] = {"torch_native": Generic, "ascend": Ascend}
 
 
 def _form(prefill: str, decode: str) -> type[BatchAttention]:
-    if prefill != decode or prefill not in FORMS:
-        found = prefill if prefill == decode else f"{prefill} for prefill and {decode} for decode"
-        raise LaunchError(f"--attention-backend {found} is not implemented by this model; choices: {', '.join(FORMS)}")
-    return FORMS[prefill]
+    found = prefill if prefill == decode else f"{prefill} for prefill and {decode} for decode"
+    ATTENTION_BACKEND.check(found)
+    return FORMS[cast(AttentionBackend, found)]
 
 
 def _latent_layer(layer: MultiHeadLatentAttention) -> Any:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kimi_k3_npu.engines.sglang import IMPL
+from kimi_k3_npu.engines.launch import IMPL, is_ours
+from kimi_k3_npu.engines.sglang import options
 from kimi_k3_npu.engines.sglang import symbols as engine
 from kimi_k3_npu.errors import LaunchError
 
@@ -16,9 +17,6 @@ from kimi_k3_npu.errors import LaunchError
 Hook = Callable[..., Any]
 
 ARCHITECTURES = ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM")
-
-#: What SGLang calls the formats that our loader reads.
-OUR_FORMATS = (None, "compressed-tensors", "modelslim")
 
 
 def place(hooks: Mapping[str, Hook]) -> None:
@@ -32,24 +30,26 @@ def place(hooks: Mapping[str, Hook]) -> None:
 def check_live(targets: Iterable[str] = engine.HOOKED) -> None:
     """Raise LaunchError unless SGLang has applied our hooks: it only logs the ones that it cannot apply."""
     if missing := [target for target in targets if target not in engine.HookRegistry._patched]:
+        installed, tested = engine.SGLANG.installed(), engine.SGLANG.tested
         raise LaunchError(
-            f"SGLang {engine.installed()} did not apply the hooks of {IMPL} on {', '.join(missing)}; its log says why. "
-            f"This plugin was tested with SGLang {engine.TESTED}"
+            f"SGLang {installed} did not apply the hooks of {IMPL} on {', '.join(missing)}; its log says why. This "
+            f"plugin was tested with SGLang {tested}"
         )
 
 
 def model_config(original: Hook, self: Any, *args: Any, **kwargs: Any) -> None:
     """Images are taken if the folder has what they need: SGLang would ask every folder for an image processor."""
-    if not _is_ours(kwargs.get("model_impl")) or kwargs.get("is_draft_model"):
+    if not is_ours(kwargs.get("model_impl")) or kwargs.get("is_draft_model"):
         original(self, *args, **kwargs)
         return
+    from kimi_k3_npu.engines.processing import register_auto_classes
     from kimi_k3_npu.engines.sglang import images
 
     model_path = args[0] if args else kwargs["model_path"]
     kwargs["enable_multimodal"] = images.wanted(model_path, kwargs.get("enable_multimodal"), kwargs.get("revision"))
     original(self, *args, **kwargs)
     setattr(self.hf_config, images.TAKES_IMAGES, kwargs["enable_multimodal"])
-    images.register_processors(type(self.hf_config))
+    register_auto_classes(type(self.hf_config))  # where a folder names our tokenizer and processor
 
 
 def model_architecture(original: Hook, model_config: Any) -> Any:
@@ -76,11 +76,7 @@ def quantization(original: Hook, model_config: Any, load_config: Any) -> Any:
     """Formats are read by our loader; SGLang's quantisation would only reshape layers that we do not use."""
     if not asked_for(model_config):
         return original(model_config, load_config)
-    if model_config.quantization not in OUR_FORMATS:
-        raise LaunchError(
-            f"--quantization {model_config.quantization} is not applied by {IMPL}: it serves a checkpoint in the "
-            "format it is stored in; leave the option out"
-        )
+    options.QUANTIZATION.check(model_config.quantization)
     return None
 
 
@@ -110,15 +106,7 @@ def asked_for(model_config: Any) -> bool:
     Raises:
         LaunchError: The option is ours but for its spelling; SGLang would take it for its own class.
     """
-    return _is_ours(model_config.model_impl) and not model_config.is_draft_model
-
-
-def _is_ours(model_impl: Any) -> bool:
-    if model_impl == IMPL:
-        return True
-    if isinstance(model_impl, str) and model_impl.lower().replace("-", "_") == IMPL:
-        raise LaunchError(f"--model-impl {model_impl}: the name of this implementation is {IMPL}")
-    return False
+    return is_ours(model_config.model_impl) and not model_config.is_draft_model
 
 
 ALWAYS: dict[str, Hook] = {engine.MODEL_CONFIG: model_config, engine.MODEL_ARCHITECTURE: model_architecture}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import entry_points
 
 from kimi_k3_npu import envs
 from kimi_k3_npu.engines import versions
-from kimi_k3_npu.engines.sglang import IMPL, hooks, symbols
+from kimi_k3_npu.engines.launch import IMPL, guard
+from kimi_k3_npu.engines.sglang import hooks, symbols
 from kimi_k3_npu.engines.versions import Finding
 from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.ops import sgl
@@ -27,10 +26,10 @@ BESIDE = {
 def examine() -> Iterator[Finding]:
     """Every check, each after those it depends on. Imports SGLang and places the hooks in this process."""
     yield from _version()
-    if symbols.installed() is None:
+    if symbols.SGLANG.installed() is None:
         return
     yield from _entry_point()
-    yield from _guard()
+    yield from _guard_at_work()
     yield from _symbols()
     yield from _tried("SGLang applies the plugin's hooks", _apply_hooks)
     yield from _packages()
@@ -41,34 +40,30 @@ def examine() -> Iterator[Finding]:
 
 
 def _version() -> Iterator[Finding]:
-    found = symbols.installed()
+    found = symbols.SGLANG.installed()
     if found is None:
-        yield Finding("problem", f"SGLang is not installed; tested with {symbols.TESTED}")
-    elif found == symbols.TESTED:
+        yield Finding("problem", f"SGLang is not installed; tested with {symbols.SGLANG.tested}")
+    elif found == symbols.SGLANG.tested:
         yield Finding("ok", f"SGLang {found}, the tested version")
     else:
-        yield Finding("note", f"SGLang {found}; tested with {symbols.TESTED}")
+        yield Finding("note", f"SGLang {found}; tested with {symbols.SGLANG.tested}")
 
 
 def _entry_point() -> Iterator[Finding]:
-    entries = entry_points(group="sglang.srt.plugins", name=IMPL)
-    if not entries:
-        yield Finding("problem", f"no entry point {IMPL} in group sglang.srt.plugins; reinstall kimi-k3-npu")
-    allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
-    if allowed and IMPL not in allowed:
-        yield Finding("problem", f"SGLANG_PLUGINS={','.join(allowed)} leaves the plugin out; add {IMPL}, or unset it")
-    elif entries:
+    if reason := guard.SGLANG.left_out():
+        yield Finding("problem", reason)
+    else:
         yield Finding("ok", f"SGLang loads the plugin {IMPL}")
 
 
-def _guard() -> Iterator[Finding]:
+def _guard_at_work() -> Iterator[Finding]:
     if "_kimi_k3_npu_guard" in sys.modules:
         yield Finding("ok", "a launch that asks for the plugin is refused when SGLang does not run it")
     else:
         yield Finding(
             "note",
-            "the guard is not at work (an editable installation has none): should SGLang not run the plugin, "
-            f"--model-impl {IMPL} runs SGLang's own class",
+            "the guard is not at work (no kimi_k3_npu_guard.pth in this site-packages; reinstall kimi-k3-npu): should "
+            f"SGLang not run the plugin, --model-impl {IMPL} runs SGLang's own class",
         )
 
 

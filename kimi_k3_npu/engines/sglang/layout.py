@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor
 
 from kimi_k3_npu import envs
+from kimi_k3_npu.engines.groups import process_groups
+from kimi_k3_npu.engines.options import check_all
+from kimi_k3_npu.engines.sglang import options
 from kimi_k3_npu.engines.sglang import symbols as engine
-from kimi_k3_npu.errors import LaunchError
-from kimi_k3_npu.parallel.groups import Group
-from kimi_k3_npu.parallel.layout import AxisName, Dispatch, ParallelLayout
+from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
-
-#: Our dispatch for each `--moe-a2a-backend` that has one.
-DISPATCH: dict[str, Dispatch] = {"none": "gather", "deepep": "alltoall"}
 
 #: Groups of SGLang that our axes may run on; of two with the same ranks, the first.
 COORDINATORS = ("tp_group", "attn_tp_group", "moe_ep_group", "moe_tp_group")
@@ -29,32 +26,14 @@ def engine_layout() -> ParallelLayout:
         LaunchError: An option that this model does not implement, and would otherwise ignore.
         LayoutError: The options contradict each other.
     """
-    parallel, execution = engine.get_parallel(), engine.get_exec()
-    moe = execution.moe
-    backend = str(getattr(moe.moe_a2a_backend, "value", moe.moe_a2a_backend))
-    if backend not in DISPATCH:
-        raise LaunchError(f"--moe-a2a-backend {backend} is not implemented here; choices: {', '.join(DISPATCH)}")
-    for option, value, neutral in (
-        ("--attn-cp-size", parallel.attn_cp_size, 1),
-        ("--dcp-size", parallel.dcp_size, 1),
-        ("--moe-data-parallel-size", parallel.moe_dp_size, 1),
-        ("--moe-dense-tp-size", parallel.moe_dense_tp_size, None),
-        ("--ep-num-redundant-experts", moe.ep_num_redundant_experts, 0),
-        ("--enable-eplb", moe.enable_eplb, False),
-        ("--init-expert-location", moe.init_expert_location, "trivial"),
-        ("--enable-two-batch-overlap", execution.overlap.enable_two_batch_overlap, False),
-        ("--cpu-offload-gb", execution.offload.cpu_offload_gb, 0),
-        ("--offload-group-size", execution.offload.offload_group_size, -1),
-        ("--enable-lora", bool(engine.get_lora().enable_lora), False),
-    ):
-        if value != neutral:
-            raise LaunchError(f"{option} {value} is not implemented by this model; leave it out")
+    check_all(options.PARALLEL, options.value_of)
+    parallel = engine.get_parallel()
     layout = ParallelLayout(
         tp=parallel.tp_size,
         dp=parallel.attn_dp_size,
         ep=parallel.moe_ep_size,
         pp=parallel.pp_size,
-        moe_dispatch=DISPATCH[backend],
+        moe_dispatch=options.DISPATCH[str(options.value_of(options.MOE_A2A_BACKEND))],
         enable_shared_experts_attn_tp=parallel.enable_shared_experts_attn_tp,
         shared_experts_tp_size=parallel.shared_experts_tp_size,
         enable_dense_mlp_attn_tp=parallel.enable_dense_mlp_attn_tp,
@@ -91,24 +70,9 @@ def engine_mesh(layout: ParallelLayout) -> EngineMesh:
     """The groups of this process, over SGLang's own process groups: no communicator is added to them."""
     parallel = engine.get_parallel()
     names = [*COORDINATORS, "shared_experts_tp_group"] if layout.shared_experts_tp_size else COORDINATORS
-    transports: dict[tuple[int, ...], Any] = {}
-    for coordinator in (getattr(parallel, name) for name in names):
-        transports.setdefault(tuple(coordinator.ranks), coordinator.device_group)
+    transports = process_groups(getattr(parallel, name) for name in names)
     rank = parallel.pp_rank * layout.tp + parallel.tp_rank
-    planned = Mesh.inspect(layout, rank)
-    groups: dict[str, Any] = {"layout": layout, "stage": planned.stage}
-    for axis in get_args(AxisName):
-        group: Group = getattr(planned, axis)
-        members = tuple(planned.stage * layout.tp + member for member in layout.axis(axis, parallel.tp_rank).members)
-        if group.size > 1 and axis != "dp":
-            if members not in transports:
-                raise LaunchError(
-                    f"SGLang has no process group of ranks {list(members)}, which {group.name} = {group.size} needs "
-                    f"in layout {layout}"
-                )
-            group = dataclasses.replace(group, process_group=transports[members])
-        groups[axis] = group
-    return EngineMesh(**groups)
+    return EngineMesh.over(layout, rank, transports, engine.SGLANG.name, unused=["dp"])
 
 
 def token_counts(forward_batch: Any, tokens: int, layout: ParallelLayout, replica: int) -> list[int]:

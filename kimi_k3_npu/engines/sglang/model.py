@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from kimi_k3_npu import envs
-from kimi_k3_npu.engines.sglang import hooks, images, weights
+from kimi_k3_npu.engines import weights
+from kimi_k3_npu.engines.sglang import checkpoint, hooks, images, options
 from kimi_k3_npu.engines.sglang import symbols as engine
 from kimi_k3_npu.engines.sglang.attention import Ascend, EngineAttention
 from kimi_k3_npu.engines.sglang.experts import DeepEP
@@ -39,11 +40,11 @@ class KimiK3ForSGLang(nn.Module):
         super().__init__()
         hooks.check_live()
         envs.check()
-        if engine.installed() != engine.TESTED:
-            _log.warning("SGLang %s is installed; this plugin was tested with %s", engine.installed(), engine.TESTED)
+        if (found := engine.SGLANG.installed()) != engine.SGLANG.tested:
+            _log.warning("SGLang %s is installed; this plugin was tested with %s", found, engine.SGLANG.tested)
         self.config = config  # SGLang's; ours is network.config
-        ours, layout, dtype = weights.launched_config(config), engine_layout(), torch.get_default_dtype()
-        self._source: weights.Source | None = weights.launched_source(ours)
+        ours, layout, dtype = checkpoint.launched_config(config), engine_layout(), torch.get_default_dtype()
+        self._source: weights.Source | None = checkpoint.launched_source(ours)
         self.network = weights.empty_network(
             ours,
             self._source,
@@ -212,8 +213,8 @@ class KimiK3ForSGLang(nn.Module):
                 f"--enable-dp-lm-head splits the vocabulary of {vocab} unevenly over {mesh.vocab.size} ranks; "
                 "leave it out"
             )
-        if self.attention.form is Ascend and engine.engine_envs.SGLANG_NPU_USE_MLAPO.get():
-            raise LaunchError("SGLANG_NPU_USE_MLAPO keeps SGLang from writing the MLA cache of this model; unset it")
+        if self.attention.form is Ascend:
+            options.MLAPO.check(engine.engine_envs.SGLANG_NPU_USE_MLAPO.get())
         if network.dtype == torch.float32 and engine.engine_envs.SGLANG_MAMBA_CONV_DTYPE.get() != "float32":
             warnings.warn(
                 "SGLang keeps convolution windows in bfloat16, which an fp32 model notices; set "

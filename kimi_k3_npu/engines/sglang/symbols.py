@@ -6,14 +6,19 @@ used. A name that the installed SGLang does not have is a LaunchError that says 
 
 from __future__ import annotations
 
-import importlib
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from kimi_k3_npu.errors import LaunchError
+from kimi_k3_npu.engines.launch import Engine
 
-#: The version that the tests run, and the first that has every name below.
-TESTED = "0.5.23"
+#: The tested version is also the first that has every name below.
+SGLANG = Engine(
+    name="SGLang",
+    package="sglang",
+    tested="0.5.23",
+    model_option="--model-path",
+    images_option="--enable-multimodal",
+)
+find = SGLANG.find
 
 #: Name here -> module and attribute there.
 SYMBOLS = {
@@ -71,23 +76,3 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = find(SYMBOLS[name])
     return value
-
-
-def find(path: str) -> Any:
-    """What `module:attribute` names. Raises LaunchError if this SGLang has no such thing."""
-    module, attribute = path.split(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise LaunchError(
-            f"SGLang {installed() or '(not installed)'} has no {module}.{attribute} ({error}); this plugin was tested "
-            f"with SGLang {TESTED}"
-        ) from error
-
-
-def installed() -> str | None:
-    """The version of SGLang in this environment."""
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return None
