@@ -43,6 +43,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kimi_k3_npu.config import KimiK3Config
+from kimi_k3_npu.config.published import published_config
 from kimi_k3_npu.model.attention import CachedAttention
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.model.experts import ExpertForm
@@ -52,7 +53,6 @@ from kimi_k3_npu.ops.op import CHOSEN, OPS
 from kimi_k3_npu.parallel.groups import Group
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
-from kimi_k3_npu.plan.kernels import published_config
 
 #: Operators that reserve memory or change what is known about it. Views are told by their result.
 FREE = {

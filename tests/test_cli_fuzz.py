@@ -91,7 +91,7 @@ def stubbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         "kimi_k3_npu.engines.offline.open_engine",
         "kimi_k3_npu.engines.sglang.installation.examine",
         "kimi_k3_npu.evaluation.answers.ServerAnswers",
-        "kimi_k3_npu.plan.kernels.layer_kernels",
+        "kimi_k3_npu.plan.choices.layer_kernels",
         "kimi_k3_npu.plan.weights.rank_weights",
         "kimi_k3_npu.tiny.write_tiny",
     ):

@@ -18,11 +18,12 @@ import torch
 from kimi_k3_npu import ops
 from kimi_k3_npu.cli import main
 from kimi_k3_npu.config import KimiK3Config
+from kimi_k3_npu.config.published import published_config
 from kimi_k3_npu.ops.cases import CASES, EXACT, FP32, Case, Sizes, as_they_are
 from kimi_k3_npu.ops.device import Device, parse_cann
 from kimi_k3_npu.ops.op import OPS, npu_operators
 from kimi_k3_npu.parallel.layout import ParallelLayout
-from kimi_k3_npu.plan.kernels import Situation, layer_kernels, published_config, weight_kernels
+from kimi_k3_npu.plan.choices import Situation, layer_kernels, weight_kernels
 from kimi_k3_npu.resources import resource_path
 from kimi_k3_npu.tiny import write_tiny
 
@@ -118,10 +119,15 @@ def test_the_package_is_assumed_or_not(table: Callable):
         assert (row["kernel"], list(row["refused"])) == ("composed", [kernel])
 
 
-def test_rows_of_all_replicas_reach_gathered_experts():
-    config = published_config().text
-    assert situation(16, "tp=64,dp=4,ep=64").own == 64
-    assert situation(17, "tp=64,dp=4,ep=64,dispatch=alltoall").own == 2
+def test_rows_of_all_replicas_reach_gathered_experts(monkeypatch: pytest.MonkeyPatch):
+    """The router of a rank sees them; with an all-to-all only the largest share of its own replica's."""
+    config, route, seen = published_config().text, OPS["route"], set()
+    choice = route.choice
+    monkeypatch.setattr(route, "choice", lambda logits, *others: seen.add(len(logits)) or choice(logits, *others))
+    for layout, tokens, rows in (("tp=64,dp=4,ep=64", 16, 64), ("tp=64,dp=4,ep=64,dispatch=alltoall", 17, 2)):
+        seen.clear()
+        layer_kernels(config, situation(tokens, layout))
+        assert seen == {rows}
     (dispatch,) = (
         row
         for row in layer_kernels(config, situation(16384, "tp=64,dp=4,ep=64,dispatch=mc2"))
@@ -136,6 +142,21 @@ def test_a_model_without_k3s_features_has_none_of_their_rows():
     ops = {row.op for row in layer_kernels(config, situation(4, "tp=1"))}
     assert ops.isdisjoint({"mix_residuals", "situ_and_mul"})
     assert "kda_gate" in ops
+
+
+def test_experts_in_a_form_that_a_share_cannot_be_stored_in_are_said_to_have_no_kernel():
+    """32 inputs of an expert share a scale: a rank's 24 of its 3072 do not fill a group."""
+    rows = {row.op: row for row in weight_kernels(published_config().text, situation(1, "tp=128,dp=8"))}
+    assert rows["moe_experts"].kernel == "grouped_matmul"
+    assert rows["moe_experts, mxfp4"].kernel is None
+    assert "does not split over moe_tp = 128" in rows["moe_experts, mxfp4"].refused["all"]
+
+
+def test_a_plan_does_not_go_through_its_tokens():
+    rows = layer_kernels(published_config().text, situation(2**31 - 1))
+    assert {row.tokens for row in rows} == {2**31 - 1}
+    (decode,) = (row for row in rows if row.op == "latent_attention")
+    assert decode.refused["fia_v2_absorbed"].startswith("the pool has")
 
 
 def test_token_counts_that_take_the_same_kernel_share_a_line(run: Callable):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kimi_k3_npu.config import KimiK3Config
     from kimi_k3_npu.ops.device import Device
     from kimi_k3_npu.parallel.layout import ParallelLayout
-    from kimi_k3_npu.plan.kernels import LayerKernel
+    from kimi_k3_npu.plan.choices import LayerKernel
 
 #: Columns of output that is not for a terminal.
 WIDTH = 160
@@ -69,7 +69,8 @@ def kernels(
 
     import torch
 
-    from kimi_k3_npu.plan.kernels import Situation, layer_kernels, published_config, weight_kernels
+    from kimi_k3_npu.config.published import published_config
+    from kimi_k3_npu.plan.choices import Situation, layer_kernels, weight_kernels
 
     model = published_config() if config == "full" else _config_of(Path(config))
     device = _device(soc, cann, sgl_kernel_npu)

@@ -95,7 +95,7 @@ def layout(
         raise typer.BadParameter(f"give --layout or --{next(iter(given)).replace('_', '-')}, not both")
 
     from kimi_k3_npu.config import KimiK3Config
-    from kimi_k3_npu.plan.kernels import published_config
+    from kimi_k3_npu.config.published import published_config
     from kimi_k3_npu.plan.weights import rank_weights
 
     model = published_config() if config == "full" else KimiK3Config.from_pretrained(Path(config))

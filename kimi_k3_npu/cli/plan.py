@@ -235,10 +235,10 @@ def _search(
     die: Chip,
     as_json: bool,
 ) -> None:
+    from kimi_k3_npu.config.published import published_config
     from kimi_k3_npu.ops.device import Device, parse_cann
     from kimi_k3_npu.ops.limits import SGL_KERNEL_NPU
     from kimi_k3_npu.plan.hardware import missing
-    from kimi_k3_npu.plan.kernels import published_config
     from kimi_k3_npu.plan.memory import GIB
     from kimi_k3_npu.plan.report import search_lines
     from kimi_k3_npu.plan.search import search
@@ -321,7 +321,7 @@ def _dp(one: Recipe) -> int:
 def _of_recipe(
     one: Recipe, given: dict[str, str], model: KimiK3Config | None, reserved: int, draft: int
 ) -> list[Subject]:
-    from kimi_k3_npu.plan.kernels import published_config
+    from kimi_k3_npu.config.published import published_config
     from kimi_k3_npu.plan.subject import Subject
     from kimi_k3_npu.recipes.launch import example_inputs, resolve
 
@@ -385,8 +385,8 @@ def _of_layout(
     reserved: int,
     draft: int,
 ) -> list[Subject]:
+    from kimi_k3_npu.config.published import published_config
     from kimi_k3_npu.parallel.layout import ParallelLayout
-    from kimi_k3_npu.plan.kernels import published_config
     from kimi_k3_npu.plan.subject import Subject
     from kimi_k3_npu.recipes.launch import Launch
 

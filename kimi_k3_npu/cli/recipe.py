@@ -102,8 +102,8 @@ def render(
 
 def check(launch: Launch) -> list[Finding]:
     """What the checks find for the published model."""
+    from kimi_k3_npu.config.published import published_config
     from kimi_k3_npu.plan.checks import check_launch
-    from kimi_k3_npu.plan.kernels import published_config
     from kimi_k3_npu.plan.subject import Subject
 
     return check_launch(Subject(launch, model_config(launch.recipe) or published_config()))

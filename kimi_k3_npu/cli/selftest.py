@@ -109,9 +109,9 @@ def run(machine: Machine, counts: list[int], attn_tp: int, only: str | None = No
     """
     import torch
 
+    from kimi_k3_npu.config.published import published_config
     from kimi_k3_npu.ops.cases import CASES, Sizes
     from kimi_k3_npu.ops.op import npu_operators
-    from kimi_k3_npu.plan.kernels import published_config
 
     import_operators()
     names = list(npu_operators())

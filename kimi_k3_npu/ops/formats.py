@@ -77,8 +77,8 @@ def _case(weight: Tensor, fp4: bool) -> tuple:
 
 
 def is_nz(weight: Tensor) -> bool:
-    """Whether an NPU tensor lies in NZ."""
-    return importlib.import_module("torch_npu").get_npu_format(weight) == NZ
+    """Whether an NPU tensor lies in NZ. One without memory (meta) is taken to lie as its device wants it."""
+    return weight.is_meta or importlib.import_module("torch_npu").get_npu_format(weight) == NZ
 
 
 def refuse_nz(case: Cast) -> str | None:

@@ -80,7 +80,11 @@ class Mc2:
     def __call__(self, z: Tensor, weights: Tensor, ids: Tensor, experts: ExpertsFunction, largest: int) -> Tensor:
         if not largest:
             return z
-        case = Exchange(
+        return self.choose(self.exchange(z, ids, largest)).run(z, weights, ids, experts, largest)
+
+    def exchange(self, z: Tensor, ids: Tensor, largest: int) -> Exchange:
+        """What a call with these arguments asks of the operators."""
+        return Exchange(
             ranks=self.group.size,
             experts=self.num_experts,
             rows=largest,
@@ -90,7 +94,6 @@ class Mc2:
             buffer=communicator_buffer(),
             device=current(),
         )
-        return self.choose(case).run(z, weights, ids, experts, largest)
 
     def choose(self, case: Exchange) -> Choice:
         """Which of the two takes `case`: the same on every rank, as every rank has the same case."""

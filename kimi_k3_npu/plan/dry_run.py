@@ -92,7 +92,7 @@ class Rank:
     log: list[Collective] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.mesh = _recording_mesh(self.layout, self.rank, self.log)
+        self.mesh = recording_mesh(self.layout, self.rank, self.log)
         with torch.device("meta"):
             experts = EXPERT_FORMS[self.form]
             self.model = KimiK3ForCausalLM(self.config, self.mesh, experts=experts, vision=self.vision)
@@ -315,7 +315,8 @@ def _away(group: Group, size: int) -> int:
     return size * (group.size - 1) // group.size
 
 
-def _recording_mesh(layout: ParallelLayout, rank: int, log: list[Collective]) -> Mesh:
+def recording_mesh(layout: ParallelLayout, rank: int, log: list[Collective]) -> Mesh:
+    """The mesh of `rank`, whose collectives go to `log`."""
     mesh = Mesh.inspect(layout, rank)
     names: list[str] = [*get_args(AxisName), "mc2"]
     groups = {name: getattr(mesh, name) for name in names}

@@ -16,9 +16,9 @@ from kimi_k3_npu.model.cache import PAGE, ModelCache
 from kimi_k3_npu.ops.device import Device
 from kimi_k3_npu.parallel.layout import AxisName, ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
+from kimi_k3_npu.plan.choices import Situation, layer_kernels
 from kimi_k3_npu.plan.dry_run import Rank
 from kimi_k3_npu.plan.formats import Held, expert_group, held_blocks
-from kimi_k3_npu.plan.kernels import Situation, layer_kernels
 from kimi_k3_npu.plan.weights import BLOCKS, Block
 from kimi_k3_npu.recipes.schema import CheckpointFormat
 from kimi_k3_npu.recipes.serving import Serving

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kimi_k3_npu.plan.checks.experts import expert_choice
 from kimi_k3_npu.plan.dry_run import Pass
 from kimi_k3_npu.plan.finding import Finding
 from kimi_k3_npu.plan.hardware import Bound
-from kimi_k3_npu.plan.kernels import Situation, layer_kernels
 from kimi_k3_npu.plan.memory import Memory
 from kimi_k3_npu.plan.search import Candidate, Refused
 from kimi_k3_npu.plan.subject import Subject
@@ -35,20 +33,14 @@ class KernelUse:
 
 def kernel_uses(subject: Subject) -> list[KernelUse]:
     """The kernels of a prefill pass and of a decode step of one replica."""
-    of = subject.serving
-    if of is None or subject.device.soc == "cpu":
+    if subject.serving is None or subject.device.soc == "cpu":
         return []
     found = []
-    for phase, tokens in (("prefill", of.chunk), ("decode", of.decode_rows if of.phase != "prefill" else 0)):
-        if not tokens:
-            continue
-        now = Situation(tokens, of.layout, subject.device, context=max(1, min(of.context, (1 << 20) // tokens)))
-        for row in layer_kernels(subject.config.text, now):
-            if row.phase in ("any", phase):
-                kernel = row.kernel or "nothing to launch"
-                found.append(KernelUse(phase, tokens, row.block, row.op, row.shape, kernel, dict(row.refused)))
-        choice = expert_choice(subject.config, of, subject.form, subject.device, max(1, tokens // of.layout.attn_tp))
-        found.append(KernelUse(phase, tokens, "MoE", choice.op, "routed experts", choice.name, dict(choice.refused)))
+    for phase, tokens in subject.passes:
+        experts = subject.expert_kernel(tokens)
+        for row in (*subject.kernels(phase, tokens), *([experts] if experts else [])):
+            kernel = row.kernel or "nothing to launch"
+            found.append(KernelUse(phase, tokens, row.block, row.op, row.shape, kernel, dict(row.refused)))
     return found
 
 

@@ -10,13 +10,17 @@ from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.errors import LayoutError
 from kimi_k3_npu.ops.device import Device, parse_cann
 from kimi_k3_npu.ops.limits import SGL_KERNEL_NPU
+from kimi_k3_npu.plan.choices import LayerKernel, Phase, Situation, expert_kernel, layer_kernels
 from kimi_k3_npu.plan.finding import Finding
-from kimi_k3_npu.plan.formats import expert_group
+from kimi_k3_npu.plan.formats import EXPERT_FORMS, expert_group
 from kimi_k3_npu.plan.memory import GIB, Memory, memory
 from kimi_k3_npu.plan.values import value_faults
 from kimi_k3_npu.recipes.launch import Launch
 from kimi_k3_npu.recipes.schema import CheckpointFormat
 from kimi_k3_npu.recipes.serving import Serving, serving
+
+#: Tokens that a replica's cache is taken to have room for, where kernels ask: 29 GB in K3.
+POOL_TOKENS = 1 << 20
 
 
 @dataclass
@@ -73,6 +77,29 @@ class Subject:
         if hardware.cann is None:
             return Device("cpu")
         return Device(hardware.soc, parse_cann(hardware.cann), frozenset({SGL_KERNEL_NPU}))
+
+    @property
+    def passes(self) -> list[tuple[Phase, int]]:
+        """The kinds of pass that the role has, and the tokens of a replica in the largest of each."""
+        of = self.serving
+        assert of is not None
+        sizes: list[tuple[Phase, int]] = [("prefill", of.chunk), ("decode", of.decode_rows)]
+        return [(phase, tokens) for phase, tokens in sizes if tokens and of.phase in ("both", phase)]
+
+    def kernels(self, phase: Phase, tokens: int) -> list[LayerKernel]:
+        """What a pass of that kind takes, without the kernels that depend on how weights are stored."""
+        rows = layer_kernels(self.config.text, self._situation(tokens))
+        return [row for row in rows if row.phase in ("any", phase)]
+
+    def expert_kernel(self, tokens: int) -> LayerKernel | None:
+        """What the routed experts, if there are any, take in the format of the checkpoint."""
+        return expert_kernel(self.config.text, self._situation(tokens), EXPERT_FORMS[self.form])
+
+    def _situation(self, tokens: int) -> Situation:
+        of = self.serving
+        assert of is not None
+        context = max(1, min(of.context, POOL_TOKENS // tokens))
+        return Situation(tokens, of.layout, self.device, context=context)
 
     @cached_property
     def memory(self) -> list[Memory]:

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.launches import BATCH, LAYOUTS, RESULTS, Count, Counting, count_step, summary, titled
+from kimi_k3_npu.config.published import published_config
 from kimi_k3_npu.ops.device import Device, parse_cann
 from kimi_k3_npu.ops.norm import rms_norm
 from kimi_k3_npu.ops.op import CHOSEN
 from kimi_k3_npu.parallel.layout import ParallelLayout
-from kimi_k3_npu.plan.kernels import Situation, layer_kernels, published_config, weight_kernels
+from kimi_k3_npu.plan.choices import Situation, layer_kernels, weight_kernels
 
 PACKAGE = frozenset({"sgl_kernel_npu"})
 DEVICES = [Device("a3", parse_cann("9.1")), Device("a3", parse_cann("9.1"), PACKAGE)]

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kimi_k3_npu.config import MXFP4_GROUP, TextConfig
+from kimi_k3_npu.config.published import published_config
 from kimi_k3_npu.errors import IgnoredOptionError, LayoutError
 from kimi_k3_npu.parallel.layout import FORMER_VARIABLES, AxisName, ParallelLayout
-from kimi_k3_npu.plan.kernels import published_config
 
 SHARED, DENSE = FORMER_VARIABLES
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kimi_k3_npu.cli import main
+from kimi_k3_npu.config.published import published_config
 from kimi_k3_npu.parallel.layout import ParallelLayout
-from kimi_k3_npu.plan.kernels import published_config
 from kimi_k3_npu.plan.weights import rank_weights
 from tests.parallel.launch import ORACLES
 

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from kimi_k3_npu import load_model
 from kimi_k3_npu.config import KimiK3Config
+from kimi_k3_npu.config.published import published_config
 from kimi_k3_npu.errors import LayoutError
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
 from kimi_k3_npu.parallel.shard import Piece, layers
-from kimi_k3_npu.plan.kernels import published_config
 from kimi_k3_npu.plan.weights import BLOCKS, RankWeights, rank_weights
 from tests.parallel.launch import ORACLES, legal_layouts
 

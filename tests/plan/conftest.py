@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from kimi_k3_npu.config import KimiK3Config
+from kimi_k3_npu.config.published import published_config
 from kimi_k3_npu.plan.checks import check_launch
 from kimi_k3_npu.plan.finding import Finding
-from kimi_k3_npu.plan.kernels import published_config
 from kimi_k3_npu.plan.subject import Subject
 from kimi_k3_npu.recipes.launch import example_inputs, resolve
 from kimi_k3_npu.recipes.reader import load_recipe

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
-from kimi_k3_npu.config import KimiK3Config
-from kimi_k3_npu.ops.device import Device
-from kimi_k3_npu.ops.experts import Mxfp4Visit, moe_experts, moe_experts_mxfp4
-from kimi_k3_npu.ops.experts_int4 import Int4Visit, moe_experts_int4_group, moe_experts_w4a8
-from kimi_k3_npu.ops.grouped import Visit
-from kimi_k3_npu.ops.op import COMPOSED, Choice
+from kimi_k3_npu.ops.op import COMPOSED
 from kimi_k3_npu.plan.finding import Finding
 from kimi_k3_npu.plan.subject import Subject
-from kimi_k3_npu.recipes.schema import CheckpointFormat
-from kimi_k3_npu.recipes.serving import Serving, runs_own_model
+from kimi_k3_npu.recipes.serving import runs_own_model
+
+#: Of a pass that no kernel would refuse for its size.
+SOME_TOKENS = 16
 
 
 def number(subject: Subject) -> Iterator[Finding]:
@@ -48,25 +43,12 @@ def expert_format(subject: Subject) -> Iterator[Finding]:
     """The SoC has kernels for experts in this format."""
     if not subject.serving or subject.device.soc == "cpu":
         return
-    choice = expert_choice(subject.config, subject.serving, subject.form, subject.device, tokens=16)
-    if choice.name == COMPOSED:
-        reason = "; ".join(choice.refused.values())
+    row = subject.expert_kernel(SOME_TOKENS)
+    if row and row.kernel == COMPOSED:
+        reason = "; ".join(row.refused.values())
         fix = (
             "use a W4A8 checkpoint, or convert it: kimi-k3-npu weights convert --to int4x2"
             if subject.form == "mxfp4"
             else "use the published MXFP4 checkpoint"
         )
         yield Finding("error", "format-on-soc", f"{subject.form} experts on {subject.device.soc}: {reason}", fix)
-
-
-def expert_choice(config: KimiK3Config, of: Serving, form: CheckpointFormat, device: Device, tokens: int) -> Choice:
-    """The kernel for a rank's experts, with weights prepared as they are after loading."""
-    text, layout = config.text, of.layout
-    held, inner = text.num_experts // layout.ep, text.moe_intermediate_size // layout.moe_tp
-    pairs = (tokens * text.num_experts_per_token, 1) if layout.uses_all_to_all else (tokens, text.num_experts_per_token)
-    visit = Visit(*pairs, held, 0, text.expert_hidden_size, inner, torch.bfloat16, device)
-    if form == "mxfp4":
-        return moe_experts_mxfp4.choose(Mxfp4Visit(visit, nz=True))
-    if form == "int4x2":
-        return moe_experts_int4_group.choose(Int4Visit(visit, prepared=True))
-    return moe_experts.choose(visit) if form == "bf16" else moe_experts_w4a8.choose(Int4Visit(visit, prepared=True))
