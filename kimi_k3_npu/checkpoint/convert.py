@@ -1,10 +1,10 @@
-"""Convert a checkpoint to another form of its routed experts, shard by shard.
+"""Convert a checkpoint to another format of its routed experts, shard by shard.
 
 A shard of the result is written beside its final place and moved there when it is whole. So whatever stops the
 conversion leaves whole shards, and the next run makes the others. What was asked for, and how exact the finished shards
 are, is kept in the folder `.conversion` until everything else is in place.
 
-Routed experts get the wanted form. Every other tensor stays byte for byte what it is, but for those that ModelSlim
+Routed experts get the wanted format. Every other tensor stays byte for byte what it is, but for those that ModelSlim
 quantised, which become bfloat16.
 """
 
@@ -18,27 +18,23 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from kimi_k3_npu.checkpoint.convert_shard import Shard, plan_shards
 from kimi_k3_npu.checkpoint.error_report import ErrorReport
 from kimi_k3_npu.checkpoint.folder import contents
-from kimi_k3_npu.checkpoint.forms import INT4X2, MXFP4, PLAIN, W4A8, Form
 from kimi_k3_npu.checkpoint.load import Progress, empty_model
-from kimi_k3_npu.checkpoint.modelslim import DESCRIPTION
+from kimi_k3_npu.checkpoint.modelslim import DESCRIPTION, type_of
 from kimi_k3_npu.checkpoint.plan import plan_loading
 from kimi_k3_npu.checkpoint.reader import Checkpoint
 from kimi_k3_npu.checkpoint.storage import read_storage
 from kimi_k3_npu.checkpoint.writer import move, write_text
-from kimi_k3_npu.config import MXFP4_GROUP, OWN_QUANT_METHOD, KimiK3Config, read_config_file
+from kimi_k3_npu.config import KimiK3Config, read_config_file
 from kimi_k3_npu.errors import CheckpointError
+from kimi_k3_npu.formats import MODELSLIM, Format, convertible
 from kimi_k3_npu.locks import writing_to
-from kimi_k3_npu.resources import resource_path
-
-ConvertTo = Literal["bf16", "w4a8", "mxfp4", "int4x2"]
-FORMS: dict[ConvertTo, Form] = {"bf16": PLAIN, "w4a8": W4A8, "mxfp4": MXFP4, "int4x2": INT4X2}
 
 #: The folder of an unfinished conversion, and in a finished one the report of what was lost.
 WORK, REPORT = ".conversion", "conversion.json"
@@ -53,7 +49,7 @@ VERSION = 2
 def convert(
     source: str | Path,
     out: str | Path,
-    to: ConvertTo,
+    to: str,
     *,
     jobs: int = 1,
     device: torch.device | str = "cpu",
@@ -70,23 +66,26 @@ def convert(
         progress: Called with the bytes read so far and the bytes to read.
 
     Raises:
-        CheckpointError: The source is faulty, holds experts of this form already, or `out` holds something else or is
+        CheckpointError: The source is faulty, holds experts of this format already, or `out` holds something else or is
             being written to.
     """
     source, out = Path(source), Path(out)
     checkpoint = Checkpoint.open(source)
     config = KimiK3Config.from_pretrained(source)
     storage = read_storage(checkpoint, config)
-    if not config.text.num_experts or storage.experts is FORMS[to]:
-        what = f"its experts are {storage.experts.name} already" if config.text.num_experts else "has no routed experts"
+    format = convertible()[to]
+    if not config.text.num_experts or storage.experts is format:
+        what = (
+            f"its experts are {storage.experts.title} already" if config.text.num_experts else "has no routed experts"
+        )
         raise CheckpointError(f"{source}: {what}")
     with torch.device("meta"):
         plan = plan_loading(empty_model(config, checkpoint), checkpoint.entries, storage.names())
     if faults := [*plan.faults, *storage.faults_beside(plan.faults)]:
         raise CheckpointError.from_faults(source, faults)
 
-    stem = "quant_model_weights" if to == "w4a8" else "model"
-    shards = plan_shards(checkpoint, plan.assignments, FORMS[to], stem)
+    stem = "quant_model_weights" if format.folder == MODELSLIM else "model"
+    shards = plan_shards(checkpoint, plan.assignments, format, stem)
     index = out / f"{stem}.safetensors.index.json"
     out.mkdir(parents=True, exist_ok=True)
     with writing_to(out, "conversion", CheckpointError):
@@ -100,7 +99,7 @@ def convert(
     return ErrorReport.from_json(json.loads((out / REPORT).read_text(encoding="utf-8"))["blocks"])
 
 
-def _identity(checkpoint: Checkpoint, to: ConvertTo) -> str:
+def _identity(checkpoint: Checkpoint, to: str) -> str:
     """What is converted to what: names, sizes and times of the files, and the texts that say what they mean."""
     files = sorted({entry.file for entry in checkpoint.entries.values()})
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -174,7 +173,7 @@ class _Stopped(Exception):
     """Another shard has failed, or the user has had enough."""
 
 
-def _write_the_rest(checkpoint: Checkpoint, shards: Sequence[Shard], out: Path, to: ConvertTo, index: Path) -> None:
+def _write_the_rest(checkpoint: Checkpoint, shards: Sequence[Shard], out: Path, to: str, index: Path) -> None:
     """Write what is beside the shards. The index comes last: once it is there, so is everything."""
     source, report = checkpoint.folder, ErrorReport()
     for shard in shards:
@@ -185,16 +184,10 @@ def _write_the_rest(checkpoint: Checkpoint, shards: Sequence[Shard], out: Path, 
         if file.is_file() and not own and file.name not in weight_files:
             shutil.copyfile(file, out / WORK / "copy.part")
             move(out / WORK / "copy.part", out / file.name)
-    _write_json(out / "config.json", _config(read_config_file(source), to))
-    if to == "w4a8":
-        types = {
-            spec.name: W4A8.name if conversion.form is W4A8 else "FLOAT"
-            for shard in shards
-            for conversion in shard.conversions
-            for spec in conversion.results.values()
-        }
-        head = {"model_quant_type": W4A8.name, "version": "1.0.0", "group_size": 0}
-        _write_json(out / DESCRIPTION, head | types)
+    format = convertible()[to]
+    _write_json(out / "config.json", _config(read_config_file(source), format))
+    if format.folder == MODELSLIM:
+        _write_json(out / DESCRIPTION, description_of(format, shards))
     _write_json(out / REPORT, {"source": source.resolve().name, "to": to, "blocks": report.to_json()})
     total = sum(spec.nbytes for shard in shards for spec in shard.tensors)
     weight_map = {spec.name: shard.name for shard in shards for spec in shard.tensors}
@@ -210,17 +203,25 @@ def _empty(work: Path) -> None:
         left.unlink()
 
 
-def _config(raw: dict[str, Any], to: ConvertTo) -> dict[str, Any]:
+def _config(raw: dict[str, Any], format: Format) -> dict[str, Any]:
     """`raw` config.json with the quantization_config of the result."""
     text = raw.get("text_config", raw)
     for holder in (raw, text):
         holder.pop("quantization_config", None)
-    if to == "mxfp4":
-        published = json.loads(resource_path("weights", "manifests", "kimi-k3-config.json").read_text(encoding="utf-8"))
-        text["quantization_config"] = published["text_config"]["quantization_config"]
-    elif to == "int4x2":
-        text["quantization_config"] = {"quant_method": OWN_QUANT_METHOD, "format": to, "group_size": MXFP4_GROUP}
+    if announced := format.quantization_config():
+        text["quantization_config"] = announced
     return raw
+
+
+def description_of(format: Format, shards: Sequence[Shard]) -> dict[str, Any]:
+    """The text of DESCRIPTION for shards whose experts are in `format`."""
+    types = {
+        spec.name: type_of(conversion.format)
+        for shard in shards
+        for conversion in shard.conversions
+        for spec in conversion.results.values()
+    }
+    return {"model_quant_type": format.title, "version": "1.0.0", "group_size": 0, **types}
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

@@ -10,42 +10,38 @@ from pathlib import Path
 import torch
 
 from kimi_k3_npu.checkpoint.error_report import ErrorReport
-from kimi_k3_npu.checkpoint.forms import PLAIN, Form, Tensors
 from kimi_k3_npu.checkpoint.manifest import TensorSpec
 from kimi_k3_npu.checkpoint.plan import Assignment
-from kimi_k3_npu.checkpoint.quantize import quantize, segments_of
 from kimi_k3_npu.checkpoint.reader import Checkpoint
 from kimi_k3_npu.checkpoint.stream import bytes_to_read, read_weights
 from kimi_k3_npu.checkpoint.writer import ShardWriter
 from kimi_k3_npu.errors import CheckpointError, Fault
+from kimi_k3_npu.formats import PLAIN, Format, Tensors
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """One weight: the tensors it is stored in, the form it gets, and its tensors in that by what follows its name."""
+    """One weight: the tensors it is stored in, the format it gets, and its tensors in that by what follows its name."""
 
     sources: tuple[Assignment, ...]
-    form: Form
+    format: Format
     results: dict[str, TensorSpec]
 
     @property
     def is_copy(self) -> bool:
-        return self.form is self.sources[0].target.form
+        return self.format is self.sources[0].target.format
 
     def run(self, tensors: Tensors, report: ErrorReport) -> Tensors:
         """The tensors of the result. What they have lost is added to `report`."""
         if self.is_copy:
             return tensors
         target = self.sources[0].target
-        before = target.form.values(tensors, torch.float32)
-        if self.form is PLAIN:
-            result: Tensors = {".weight": before.to(torch.bfloat16)}
-        else:
-            result = quantize(self.form, target.weight, before)
+        before = target.format.values(tensors, torch.float32)
+        result = self.format.quantize(target.weight, before)
         block = _EXPERT.sub(".experts.", target.weight)
-        report.add(block, target.weight, before, self.form.values(result, torch.float32))
+        report.add(block, target.weight, before, self.format.values(result, torch.float32))
         return result
 
 
@@ -97,7 +93,7 @@ class Shard:
         return writer, report
 
 
-def plan_shards(checkpoint: Checkpoint, assignments: Iterable[Assignment], experts: Form, name: str) -> list[Shard]:
+def plan_shards(checkpoint: Checkpoint, assignments: Iterable[Assignment], experts: Format, name: str) -> list[Shard]:
     """The files of the result, called `name` with a number: one for each of the checkpoint's, with the same weights.
 
     A weight whose tensors are spread over files goes where its codes are.
@@ -107,7 +103,7 @@ def plan_shards(checkpoint: Checkpoint, assignments: Iterable[Assignment], exper
         weights.setdefault(assignment.target.weight, {})[assignment.target.part.suffix] = assignment
     files: dict[str, list[tuple[int, Conversion]]] = {}
     for parts in weights.values():
-        sources = tuple(parts[part.suffix] for part in next(iter(parts.values())).target.form.parts)
+        sources = tuple(parts[part.suffix] for part in next(iter(parts.values())).target.format.parts)
         entry = checkpoint.entries[sources[0].name]
         files.setdefault(str(entry.file), []).append((entry.offset, _conversion(checkpoint, sources, experts)))
     shards = []
@@ -117,20 +113,16 @@ def plan_shards(checkpoint: Checkpoint, assignments: Iterable[Assignment], exper
     return shards
 
 
-def _conversion(checkpoint: Checkpoint, sources: Sequence[Assignment], experts: Form) -> Conversion:
+def _conversion(checkpoint: Checkpoint, sources: Sequence[Assignment], experts: Format) -> Conversion:
     target = sources[0].target
-    form = experts if target.row.is_expert else PLAIN
-    if form is target.form:
+    format = experts if target.row.is_expert else PLAIN
+    if format is target.format:
         copies = {source.target.part.suffix: checkpoint.entries[source.name] for source in sources}
         specs = {suffix: TensorSpec(entry.name, entry.shape, entry.dtype) for suffix, entry in copies.items()}
-        return Conversion(tuple(sources), form, specs)
+        return Conversion(tuple(sources), format, specs)
     stem, matrix = sources[0].name.removesuffix(target.part.suffix), sources[0].record.shape
-    if not all(part.shapes(matrix) for part in form.parts):
-        raise CheckpointError(f"{sources[0].name}: a weight {list(matrix)} cannot be stored as {form.name}")
-    segments = segments_of(target.weight, matrix[1])
-    specs = {}
-    for part in form.parts:
-        shape = (matrix[0], segments) if part.segmented else part.shapes(matrix)[0]
-        dtype = torch.bfloat16 if form is PLAIN else part.stored.dtype or torch.float32
-        specs[part.suffix] = TensorSpec(stem + part.suffix, shape, dtype)
-    return Conversion(tuple(sources), form, specs)
+    written = format.written(target.weight, matrix)
+    if written is None:
+        raise CheckpointError(f"{sources[0].name}: a weight {list(matrix)} cannot be stored as {format.title}")
+    specs = {suffix: TensorSpec(stem + suffix, shape, dtype) for suffix, (shape, dtype) in written.items()}
+    return Conversion(tuple(sources), format, specs)

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k3_npu.checkpoint.forms import INT4X2, MXFP4, PLAIN
 from kimi_k3_npu.checkpoint.names import FP32_NAMES, Target, published_name
 from kimi_k3_npu.checkpoint.safetensors_header import load_json
 from kimi_k3_npu.checkpoint.storage import Storage
 from kimi_k3_npu.checkpoint.writer import move, write_shard, write_text
+from kimi_k3_npu.formats import FORMATS, PLAIN, Format
 from kimi_k3_npu.locks import writing_to
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
-from kimi_k3_npu.ops.quant import mxfp4_quantize
 from kimi_k3_npu.parallel.shard import Layer, layers
 
 INDEX = "model.safetensors.index.json"
@@ -30,23 +29,24 @@ WORK = ".export"
 _SHARD = re.compile(r"model-\d{5}-of-\d{6}\.safetensors")
 
 
-def export_tensors(model: KimiK3ForCausalLM, *, mxfp4_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
+def export_tensors(model: KimiK3ForCausalLM, *, experts: Format | None = None) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the checkpoint that loads as `model`, with its published name, shape and dtype.
 
-    Loading them gives back the same parameters, bit for bit; only plain experts are rounded when `mxfp4_experts` packs
-    them (packed ones stay as they are). A residual mixer is known by its product only, so its norm is all ones. Router
+    Loading them gives back the same parameters, bit for bit; only plain experts are rounded when they are to be written
+    as `experts` (packed ones stay as they are). A residual mixer is known by its product only, so its norm is all ones. Router
     and mixers, fp32 in memory, get the model's dtype where that loses nothing.
 
     Raises:
-        ValueError: The model is one rank of several, keeps experts as w4a8, or an expert to be packed holds NaN or
-            infinity.
+        ValueError: The model is one rank of several, keeps experts as they are not stored, or an expert to be packed
+            holds NaN or infinity.
     """
     if model.mesh.layout.world > 1:
         raise ValueError("this model holds one rank's shards; only a whole model can be exported")
-    forms = {"plain": MXFP4 if mxfp4_experts else PLAIN, "mxfp4": MXFP4, "int4x2": INT4X2}
-    if model.experts not in forms:
-        raise ValueError(f"this model keeps experts as {model.experts}; export writes those kept as {', '.join(forms)}")
-    names = Storage("plain", forms[model.experts]).names(model.experts)
+    kept = FORMATS[model.experts]
+    written = [each.name for each in FORMATS.values() if each.is_kept_as_stored]
+    if kept.name not in written:
+        raise ValueError(f"this model keeps experts as {kept.name}; export writes those kept as {', '.join(written)}")
+    names = Storage(PLAIN.folder, (experts or PLAIN) if kept is PLAIN else kept).names(kept)
     for path, layer in layers(model):
         for parameter, _ in layer.named_parameters(recurse=False):
             for piece in layer.pieces(parameter):
@@ -156,10 +156,11 @@ def _published(layer: Layer, parameter: str, piece: str, sources: list[tuple[Tar
         first = parameter.removesuffix(targets[0].kept[0])
         return [_kept(layer, first + target.part.suffix.removeprefix(".weight"), piece, target) for target in targets]
     tensor = layer.get_parameter(parameter).detach()[record.target].reshape(record.shape)
-    if targets[0].form is PLAIN:
+    format = targets[0].format
+    if format is PLAIN:
         return [tensor]
-    packed, scale = mxfp4_quantize(tensor)
-    return [{".weight_packed": packed, ".weight_scale": scale}[target.part.suffix] for target in targets]
+    tensors = format.quantize(targets[0].weight, tensor)
+    return [tensors[target.part.suffix] for target in targets]
 
 
 def _kept(layer: Layer, parameter: str, piece: str, target: Target) -> Tensor:

@@ -13,16 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kimi_k3_npu.checkpoint.folder import SHARD_PATTERNS
-from kimi_k3_npu.checkpoint.forms import INT4X2, MXFP4
 from kimi_k3_npu.checkpoint.names import ROTATION, VISION_PREFIXES, normalise
 from kimi_k3_npu.checkpoint.plan import Assignment, LoadPlan, plan_loading, records_of
 from kimi_k3_npu.checkpoint.reader import Checkpoint, collector_paused
 from kimi_k3_npu.checkpoint.storage import ExpertWeights, Storage, StorageName, read_storage
 from kimi_k3_npu.checkpoint.stream import bytes_to_read, read_weights
-from kimi_k3_npu.config import MXFP4_GROUP, KimiK3Config
+from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.errors import CheckpointError, Fault, KimiK3Error
+from kimi_k3_npu.formats import FORMATS, PLAIN
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
-from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
 from kimi_k3_npu.parallel.shard import Layer, layers
@@ -78,13 +77,13 @@ def load_model(
     checkpoint = Checkpoint.open(path)
     storage = read_storage(checkpoint, config, quantization)
     dtype = dtype or config_dtype(config)
-    if storage.experts in (MXFP4, INT4X2) and dtype == torch.float16:
-        name = storage.experts.name
-        raise CheckpointError(f"{path}: {name} experts do not expand to float16; use dtype bfloat16 or float32")
+    if dtype in storage.experts.too_narrow:
+        what = f"{storage.experts.title} experts do not expand to {str(dtype).removeprefix('torch.')}"
+        raise CheckpointError(f"{path}: {what}; use dtype bfloat16 or float32")
     layout = layout or ParallelLayout()
-    layout.check(config.text, expert_group=MXFP4_GROUP if storage.experts in (MXFP4, INT4X2) else 1)
+    layout.check(config.text, expert_group=storage.experts.group)
     mesh = Mesh.distributed(layout) if layout.world > 1 and dist.is_initialized() else Mesh.inspect(layout, rank)
-    has_vision, experts = has_vision_weights(checkpoint), storage.expert_form(expert_weights)
+    has_vision, experts = has_vision_weights(checkpoint), storage.keep_experts(expert_weights).name
     if vision and not has_vision:
         raise CheckpointError(f"{path}: has no vision weights ({', '.join(VISION_PREFIXES)}), so it takes no images")
     skip = VISION_PREFIXES if has_vision and vision is False else ()
@@ -103,7 +102,7 @@ def empty_model(
     mesh: Mesh | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    experts: ExpertForm = "plain",
+    experts: str = "plain",
     vision: bool = True,
 ) -> KimiK3ForCausalLM:
     """The model that `checkpoint` fills, without its weights; with vision if the checkpoint has it and it is wanted."""
@@ -163,7 +162,7 @@ def check_weights(
 ) -> LoadPlan:
     """What of `checkpoint` fills what of `model`. Changes nothing; raises CheckpointError with all faults that show
     before weights are read."""
-    plan = plan_loading(model, checkpoint.entries, storage.names(model.experts), skip=skip)
+    plan = plan_loading(model, checkpoint.entries, storage.names(FORMATS[model.experts]), skip=skip)
     faults = [*plan.faults, *storage.faults_beside(plan.faults)]
     small = [assignment for assignment in plan.assignments if assignment.target.row.fix]
     for _ in read_weights(checkpoint, small, faults):
@@ -217,7 +216,7 @@ class _Store:
     """Puts weights into the parameters of a model."""
 
     def __init__(self, model: KimiK3ForCausalLM) -> None:
-        self._experts = model.experts
+        self._experts = FORMATS[model.experts]
         self._model = model
         self._records = records_of(model)
         self._started: set[str] = set()
@@ -225,15 +224,15 @@ class _Store:
     @torch.no_grad()
     def put(self, assignment: Assignment, tensors: Mapping[str, Tensor]) -> None:
         target = assignment.target
-        if target.row.is_expert and self._experts != "plain":
-            for kept, tensor in target.form.kept[self._experts](tensors).items():
+        if target.row.is_expert and self._experts is not PLAIN:
+            for kept, tensor in self._experts.takes[target.format.name](tensors).items():
                 self._place(target.parameter + kept, target.piece, tensor.shape).copy_(tensor)
             return
         parameter = self._model.get_parameter(target.parameter)
         if target.row.fix:
             values = target.row.fix(tensors[".weight"], assignment.record.shape)[assignment.record.source]
         else:
-            values = target.form.values(tensors, parameter.dtype)
+            values = target.format.values(tensors, parameter.dtype)
         place = self._place(target.parameter, target.piece, values.shape)
         if target.row.multiply and target.parameter in self._started:
             place.mul_(values.to(parameter))

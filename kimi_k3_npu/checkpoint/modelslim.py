@@ -5,15 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kimi_k3_npu.checkpoint.forms import PLAIN, W4A8, W8A8, Form
 from kimi_k3_npu.checkpoint.names import normalise, weight_of
 from kimi_k3_npu.checkpoint.safetensors_header import load_json
 from kimi_k3_npu.errors import CheckpointError, Fault
+from kimi_k3_npu.formats import FORMATS, MODELSLIM, PLAIN, Format
 
 DESCRIPTION = "quant_model_description.json"
 
 #: The types of tensors that are understood.
-TYPES: dict[str, Form] = {"FLOAT": PLAIN, W8A8.name: W8A8, W4A8.name: W4A8}
+TYPES: dict[str, Format] = {
+    "FLOAT": PLAIN,
+    **{each.title: each for each in FORMATS.values() if each.folder == MODELSLIM},
+}
+
+
+def type_of(format: Format) -> str:
+    """The type by which a description knows a format."""
+    return next(kind for kind, each in TYPES.items() if each is format)
 
 
 @dataclass(frozen=True)
@@ -22,11 +30,11 @@ class Description:
 
     Args:
         types: The type of each tensor by its name as published.
-        forms: The form of each weight by its normalised name.
+        formats: The format of each weight by its normalised name.
     """
 
     types: dict[str, str]
-    forms: dict[str, Form]
+    formats: dict[str, Format]
 
 
 def read_description(folder: Path) -> Description | None:
@@ -60,21 +68,21 @@ def read_description(folder: Path) -> Description | None:
             faults.append(Fault("unsupported quantization", name, detail))
     if faults:
         raise CheckpointError.from_faults(folder, faults)
-    return Description(types, _forms(folder, types))
+    return Description(types, _formats(folder, types))
 
 
-def _forms(folder: Path, types: dict[str, str]) -> dict[str, Form]:
-    """The form of each weight: what the entry of its codes says, with which the entries of its other parts agree."""
-    forms: dict[str, Form] = {}
+def _formats(folder: Path, types: dict[str, str]) -> dict[str, Format]:
+    """The format of each weight: what the entry of its codes says, with which the entries of its other parts agree."""
+    formats: dict[str, Format] = {}
     first: dict[str, str] = {}
     faults = []
     for name, kind in sorted(types.items(), key=lambda item: len(item[0])):
         weight, _ = weight_of(normalise(name))
-        form = forms.setdefault(weight, TYPES[kind])
+        format = formats.setdefault(weight, TYPES[kind])
         first.setdefault(weight, name)
-        if form is not TYPES[kind]:
+        if format is not TYPES[kind]:
             detail = f"{DESCRIPTION} has it as {kind}, but {first[weight]} as {types[first[weight]]}"
             faults.append(Fault("contradictory description", name, detail))
     if faults:
         raise CheckpointError.from_faults(folder, faults)
-    return forms
+    return formats

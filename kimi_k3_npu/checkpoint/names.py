@@ -3,7 +3,7 @@
 A row says: this published name fills that piece of that parameter. `{L}` is a 0-based layer, `{E}` an expert, `{B}` a
 vision block. Loading, verifying and converting all read these rows; the shapes and the shard of a piece are with the
 parameter (`parallel/shard.py`). Where a checkpoint stores a weight as several tensors, their names follow from the
-row's and from the form it is stored in (`forms.py`). Published aliases are undone in `normalise` and nowhere else.
+row's and from the format it is stored in (`formats/`). Published aliases are undone in `normalise` and nowhere else.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kimi_k3_npu.checkpoint.forms import PLAIN, SUFFIXES, Form, Part
 from kimi_k3_npu.config import KimiK3Config
-from kimi_k3_npu.model.experts import EXPERTS, ExpertForm
+from kimi_k3_npu.formats import PLAIN, Format, Part, keepers, suffixes
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Row:
     """Published `name` fills `piece` ("" when the parameter has just one) of `parameter`.
 
     `fix` turns the whole published tensor into the shape of the piece where the two differ. The pieces of a `multiply`
-    parameter are multiplied with each other. `is_expert`: a routed expert, which a model can keep in other forms.
+    parameter are multiplied with each other. `is_expert`: a routed expert, which a model can keep in other formats.
     """
 
     name: str
@@ -138,8 +137,8 @@ class Target:
 
     Args:
         row: That of its weight.
-        form: What the weight is stored in.
-        part: Which of the form's tensors it is.
+        format: What the weight is stored in.
+        part: Which of the format's tensors it is.
         weight: The name of the weight, the same for all its parts.
         parameter: What the weight fills a piece of. An expert's may be kept in several, named by `kept` after it.
         piece: Which piece.
@@ -147,7 +146,7 @@ class Target:
     """
 
     row: Row
-    form: Form
+    format: Format
     part: Part
     weight: str
     parameter: str
@@ -183,7 +182,7 @@ def weight_of(name: str) -> tuple[str, str]:
 
     A name with no known end is that of a weight which is never stored in parts.
     """
-    for suffix in SUFFIXES:
+    for suffix in suffixes():
         if name.endswith(suffix):
             return f"{name.removesuffix(suffix)}.weight", suffix
     return name, ""
@@ -194,12 +193,12 @@ class NameMap:
     """ROWS looked up in both directions, for one checkpoint and one model.
 
     Args:
-        form_of: The form that a weight is stored in, by its normalised name.
-        experts: The form in which the model keeps routed experts.
+        format_of: The format that a weight is stored in, by its normalised name.
+        experts: The format in which the model keeps routed experts.
     """
 
-    form_of: Callable[[str], Form] = lambda matrix: PLAIN
-    experts: ExpertForm = "plain"
+    format_of: Callable[[str], Format] = lambda matrix: PLAIN
+    experts: Format = PLAIN
     _by_name: dict[str, Row] = field(init=False, repr=False)
     _by_target: dict[tuple[str, str], Row] = field(init=False, repr=False)
 
@@ -209,11 +208,11 @@ class NameMap:
         object.__setattr__(self, "_by_target", by_target)
 
     def _kept(self, row: Row) -> tuple[str, ...]:
-        return tuple(EXPERTS[self.experts].stored) if row.is_expert else ("",)
+        return tuple(self.experts.kept) if row.is_expert else ("",)
 
-    def _target(self, row: Row, form: Form, part: Part, indices: Mapping[str, str]) -> Target:
+    def _target(self, row: Row, format: Format, part: Part, indices: Mapping[str, str]) -> Target:
         weight, parameter, piece = (_fill(text, indices) for text in (row.name, row.parameter, row.piece))
-        return Target(row, form, part, weight, parameter, piece, self._kept(row))
+        return Target(row, format, part, weight, parameter, piece, self._kept(row))
 
     def target(self, name: str) -> Target | str:
         """Where the published tensor `name` goes, or why it goes nowhere."""
@@ -222,13 +221,13 @@ class NameMap:
         row = self._by_name.get(template)
         if row is None:
             return "no tensor of that name belongs to this model"
-        form = self.form_of(weight)
-        part = form.part(suffix or ".weight")
+        format = self.format_of(weight)
+        part = format.part(suffix or ".weight")
         if part is None:
-            return f"its weight is stored as {form.name}, which has no {suffix}"
-        if row.is_expert and self.experts not in ("plain", *form.kept):
-            return f"is stored as {form.name}, which cannot be kept as {self.experts} like other experts"
-        return self._target(row, form, part, indices)
+            return f"its weight is stored as {format.title}, which has no {suffix}"
+        if row.is_expert and self.experts not in (PLAIN, *keepers(format)):
+            return f"is stored as {format.title}, which cannot be kept as {self.experts.name} like other experts"
+        return self._target(row, format, part, indices)
 
     def sources(self, parameter: str, piece: str) -> list[tuple[Target, str]]:
         """What fills one piece of one parameter, with published names as `normalise` leaves them.
@@ -243,10 +242,10 @@ class NameMap:
         if row is None:
             return []
         weight = _fill(row.name, indices)
-        form, stem = self.form_of(weight), weight.removesuffix(".weight")
+        format, stem = self.format_of(weight), weight.removesuffix(".weight")
         if stem == weight:
-            return [(self._target(row, form, form.parts[0], indices), weight)]
-        return [(self._target(row, form, part, indices), stem + part.suffix) for part in form.parts]
+            return [(self._target(row, format, format.parts[0], indices), weight)]
+        return [(self._target(row, format, part, indices), stem + part.suffix) for part in format.parts]
 
 
 def template_of(name: str) -> str:

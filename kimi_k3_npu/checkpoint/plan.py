@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 
-from kimi_k3_npu.checkpoint.forms import W4A8, W8A8
 from kimi_k3_npu.checkpoint.names import FP32_NAMES, ROTATION, NameMap, Target, normalise, published_name
 from kimi_k3_npu.checkpoint.reader import collector_paused
 from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.errors import Fault
+from kimi_k3_npu.formats import PLAIN
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.parallel.shard import Piece, Slices, layers
 
@@ -118,21 +118,21 @@ def _assign(plan: LoadPlan, name: str, info: TensorInfo, target: Target, record:
     dtype = str(info.dtype).removeprefix("torch.")
     if info.dtype not in part.dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in part.dtypes)
-        stored = "" if target.form.name == "plain" else f" of a weight stored as {target.form.name}"
+        stored = "" if target.format is PLAIN else f" of a weight stored as {target.format.title}"
         plan.faults.append(Fault("wrong dtype", name, f"is {dtype}, expected {wanted}{stored}"))
         return
     if target.row.fix:  # its own judge of shapes, and it needs all of the tensor
         plan.assignments.append(Assignment(name, target, record, ()))
     elif shape not in part.shapes(record.shape):
         wanted = " or ".join(map(str, map(list, part.shapes(record.shape))))
-        wanted = f"expected {wanted}" if wanted else f"a weight {list(record.shape)} cannot be {target.form.name}"
+        wanted = f"expected {wanted}" if wanted else f"a weight {list(record.shape)} cannot be {target.format.title}"
         plan.faults.append(Fault("wrong shape", name, f"is {list(shape)}, {wanted}"))
         return
     else:
         source = part.source(name, record.source, record.shape, shape)
         plan.assignments.append(Assignment(name, target, record, source))
-    is_scale = target.form in (W4A8, W8A8) and torch.float32 in part.dtypes
-    if (is_scale or name.endswith(FP32_NAMES)) and info.dtype != torch.float32:
+    published = torch.float32 if name.endswith(FP32_NAMES) else part.published
+    if published == torch.float32 != info.dtype:
         plan.notes.append(Fault("less precise than published", name, f"is {dtype}, published as float32"))
     if target.row.fix and len(shape) > 1 and model_type == "kimi_k3":
         plan.notes.append(Fault("former shape", name, f"is {list(shape)}, published as one dimension"))

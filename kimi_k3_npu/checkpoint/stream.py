@@ -32,7 +32,7 @@ def read_weights(
     What is wrong inside them is added to `faults`; a weight that its row cannot fix is not yielded.
 
     Args:
-        scan: Look for NaN and infinity, and for what the form of a weight forbids.
+        scan: Look for NaN and infinity, and for what the format of a weight forbids.
         on_bytes: Called with the size of each tensor that has arrived.
         on_tensor: Called with the name of each and the tensor.
     """
@@ -55,10 +55,10 @@ def read_weights(
                 continue
         tensors = waiting.setdefault(target.weight, {})
         tensors[target.part.suffix] = tensor
-        if len(tensors) < len(target.form.parts):
+        if len(tensors) < len(target.format.parts):
             continue
         del waiting[target.weight]
-        if scan and (fault := target.form.fault(tensors)):
+        if scan and (fault := target.format.fault(tensors)):
             faults.append(Fault("wrong content", assignment.name, fault))
         yield assignment, tensors
 
@@ -85,7 +85,7 @@ def _in_order(checkpoint: Checkpoint, assignments: Sequence[Assignment]) -> Iter
 
 def _most_waiting(checkpoint: Checkpoint, assignments: Iterable[Assignment]) -> int:
     """The most bytes of unfinished weights when all are read in the order of the files."""
-    several = [assignment for assignment in assignments if len(assignment.target.form.parts) > 1]
+    several = [assignment for assignment in assignments if len(assignment.target.format.parts) > 1]
     begun: dict[str, list[int]] = {}
     waiting = most = 0
     for assignment in sorted(several, key=partial(_place, checkpoint)):
@@ -93,7 +93,7 @@ def _most_waiting(checkpoint: Checkpoint, assignments: Iterable[Assignment]) -> 
         sizes.append(bytes_to_read(checkpoint, [assignment]))
         waiting += sizes[-1]
         most = max(most, waiting)
-        if len(sizes) == len(assignment.target.form.parts):
+        if len(sizes) == len(assignment.target.format.parts):
             waiting -= sum(sizes)
     return most
 

@@ -12,7 +12,6 @@ from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.model.attention import Attention, CachedAttention
 from kimi_k3_npu.model.cache import ModelCache
 from kimi_k3_npu.model.decoder import DecoderLayer
-from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.model.norm import RMSNorm
 from kimi_k3_npu.model.residual import ResidualMixer
 from kimi_k3_npu.model.vision import Projector, VisionTower
@@ -25,9 +24,9 @@ class KimiK3ForCausalLM(nn.Module):
     """Kimi-K3 (or Kimi-Linear) on one rank of `mesh`, weights uninitialised; `load_model` makes a filled one.
 
     Of a pipeline, it holds the layers of the mesh's stage; the embedding (and vision) are with the first stage, the
-    final norm and the head with the last; where embedding and head are one table, both have it. `experts` is the form
-    in which routed experts are kept. With a vision config and `vision=True` the tower and projector are built, with
-    `rotated_vision` for a rotated text model.
+    final norm and the head with the last; where embedding and head are one table, both have it. `experts` names the
+    format in which routed experts are kept. With a vision config and `vision=True` the tower and projector are built,
+    with `rotated_vision` for a rotated text model.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class KimiK3ForCausalLM(nn.Module):
         mesh: Mesh | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
-        experts: ExpertForm = "plain",
+        experts: str = "plain",
         vision: bool = True,
         rotated_vision: bool = False,
     ) -> None:

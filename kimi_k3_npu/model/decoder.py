@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kimi_k3_npu.config import TextConfig
 from kimi_k3_npu.model.attention import Attention
-from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.model.kda import KimiDeltaAttention
 from kimi_k3_npu.model.mla import MultiHeadLatentAttention
 from kimi_k3_npu.model.mlp import DenseMLP
@@ -24,7 +23,7 @@ class DecoderLayer(Layer):
     """Layer `index` (0-based). What travels between layers is the running sum `prefix` of the current block and the
     `bank`: the embeddings and the finished sums of the earlier blocks, [T, B, H]."""
 
-    def __init__(self, config: TextConfig, index: int, mesh: Mesh, dtype: torch.dtype, *, experts: ExpertForm) -> None:
+    def __init__(self, config: TextConfig, index: int, mesh: Mesh, dtype: torch.dtype, *, experts: str) -> None:
         super().__init__()
         hidden, eps, block = config.hidden_size, config.rms_norm_eps, config.attn_res_block_size
         attention = KimiDeltaAttention if config.layer_kinds[index] == "kda" else MultiHeadLatentAttention

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_k3_npu.config import TextConfig
-from kimi_k3_npu.model.experts import EXPERTS, ExpertForm, Experts
+from kimi_k3_npu.formats import FORMATS
+from kimi_k3_npu.model.experts import Experts
 from kimi_k3_npu.model.mlp import MLP
 from kimi_k3_npu.model.norm import RMSNorm
 from kimi_k3_npu.ops.routing import route
@@ -51,12 +52,12 @@ class Router(Layer):
 class LatentMoE(Layer):
     """The parts of one mixture; how the tokens meet the experts is the subclass's `forward`."""
 
-    def __init__(self, config: TextConfig, mesh: Mesh, dtype: torch.dtype, experts: ExpertForm) -> None:
+    def __init__(self, config: TextConfig, mesh: Mesh, dtype: torch.dtype, experts: str) -> None:
         super().__init__()
         hidden, latent = config.hidden_size, config.routed_expert_hidden_size
         self.mesh = mesh
         self.gate = Router(config)
-        self.experts: Experts = EXPERTS[experts](config, mesh, dtype)
+        self.experts = Experts(config, mesh, dtype, FORMATS[experts])
         self.routed_expert_down_proj = ReplicatedLinear(hidden, latent, dtype) if latent else None
         self.routed_expert_up_proj = ReplicatedLinear(latent, hidden, dtype) if latent else None
         use_norm = latent and config.latent_moe_use_norm
@@ -92,7 +93,7 @@ class GatheredMoE(LatentMoE):
 class DispatchedMoE(LatentMoE):
     """With an all-to-all: the ranks of a replica share out its rows, and each row travels to its experts' ranks."""
 
-    def __init__(self, config: TextConfig, mesh: Mesh, dtype: torch.dtype, experts: ExpertForm) -> None:
+    def __init__(self, config: TextConfig, mesh: Mesh, dtype: torch.dtype, experts: str) -> None:
         super().__init__(config, mesh, dtype, experts)
         self.dispatch: ExpertDispatch = AllToAll(mesh.ep, config.num_experts)
         if mesh.layout.moe_dispatch == "mc2":

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kimi_k3_npu.config import TextConfig
 from kimi_k3_npu.ops.experts_int4 import int4_layout, prepare_mxfp4_as_int4, prepare_w4a8, w4a8_bias
-from kimi_k3_npu.ops.formats import as_nz
+from kimi_k3_npu.ops.nz import as_nz
 from kimi_k3_npu.ops.quant_linear import prepare_w8a8
 
 Arguments = tuple[Any, ...]

@@ -7,21 +7,22 @@ nothing.
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kimi_k3_npu.compat import is_compiling
 from kimi_k3_npu.ops.device import current
-from kimi_k3_npu.ops.formats import is_nz
 from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refuse_visit, visit_of
 from kimi_k3_npu.ops.limits import FLOATS, wrong_dtype
-from kimi_k3_npu.ops.op import operator
+from kimi_k3_npu.ops.nz import is_nz
+from kimi_k3_npu.ops.op import Kernel, Op
 from kimi_k3_npu.ops.quant import mxfp4_dequantize
 from kimi_k3_npu.ops.situ import gated_activation, gated_activation_of_groups
 
@@ -33,74 +34,98 @@ FEW_TOKENS = 16
 MX_PAIR = 64
 
 
-@operator(
-    "moe_experts(Tensor x, Tensor weights, Tensor ids, Tensor w13, Tensor w2, int first_expert, float? beta, "
-    "float? linear_beta) -> Tensor"
-)
-def moe_experts(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    first_expert: int,
-    beta: float | None,
-    linear_beta: float | None,
-) -> Tensor:
-    """x [T, H], weights fp32 [T, k], ids [T, k], w13 [E, 2I, H], w2 [E, H, I] -> [T, H] in x's dtype.
+class ExpertCall(NamedTuple):
+    """What every operator of experts is called with, whatever the format of the matrices.
 
-    beta and linear_beta are SiTU's; beta None means SiLU. The weighted sum is in fp32.
+    x [T, H], weights fp32 [T, k], ids [T, k]; w13 and w2 are the tensors that hold the matrices [E, 2I, H] and
+    [E, H, I] in a format, `laid_out` says whether they lie as a device wants them. beta and linear_beta are SiTU's;
+    beta None means SiLU. The result is [T, H] in x's dtype.
     """
+
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    w13: Sequence[Tensor]
+    w2: Sequence[Tensor]
+    laid_out: bool
+    first_expert: int
+    beta: float | None
+    linear_beta: float | None
+
+    def activation(self, gate_up: Tensor) -> Tensor:
+        """gate_up [m, 2I] -> [m, I]."""
+        return gated_activation(gate_up, self.beta, self.linear_beta)
+
+    def activation_of_groups(self, gate_up: Tensor, counts: Tensor) -> Tensor:
+        """The same on an NPU for rows that are sorted by expert."""
+        return gated_activation_of_groups(gate_up, counts, self.beta, self.linear_beta)
+
+
+class ExpertsOp(Op):
+    """An operator of experts in one format; its reference and its kernels take an `ExpertCall`."""
+
+    def __init__(self, name: str, reference: Callable[[ExpertCall], Tensor]) -> None:
+        schema = (
+            f"{name}(Tensor x, Tensor weights, Tensor ids, Tensor[] w13, Tensor[] w2, bool laid_out, int first_expert, "
+            "float? beta, float? linear_beta) -> Tensor"
+        )
+        super().__init__(schema, _spread(reference))
+
+    def add(self, kernel: Kernel) -> None:
+        super().add(replace(kernel, launch=_spread(kernel.launch)))
+
+
+def experts_operator(name: str) -> Callable[[Callable[[ExpertCall], Tensor]], ExpertsOp]:
+    """Declare the operator `name` with the decorated function of an `ExpertCall` as its reference."""
+    return lambda reference: ExpertsOp(name, reference)
+
+
+def _spread(function: Callable[[ExpertCall], Tensor]) -> Callable[..., Tensor]:
+    """A function of an operator's arguments, as PyTorch calls it."""
+    return functools.wraps(function)(lambda *arguments: function(ExpertCall(*arguments)))
+
+
+@experts_operator("moe_experts")
+def moe_experts(call: ExpertCall) -> Tensor:
+    """Plain matrices, [w13] and [w2]. The weighted sum is in fp32."""
+    x, weights, ids, (w13,), (w2,), _, first, beta, linear_beta = call
     few = x.shape[0] <= FEW_TOKENS and ids.numel() >= w13.shape[0]
     if few or is_compiling():  # a graph's shapes cannot depend on where the tokens go
-        held = (ids >= first_expert) & (ids < first_expert + w13.shape[0])
-        places = torch.where(held, ids - first_expert, 0)
+        held = (ids >= first) & (ids < first + w13.shape[0])
+        places = torch.where(held, ids - first, 0)
         visits = (_every_expert if few else _element_wise)(x, places, w13, w2, beta, linear_beta)
         return _add_up(visits.masked_fill(~held.unsqueeze(-1), 0.0), weights, x.dtype)
-
-    def expert(e: int, rows: Tensor) -> Tensor:
-        return gated_activation(rows @ w13[e].t(), beta, linear_beta) @ w2[e].t()
-
-    return by_expert(x, weights, ids, first_expert, w13.shape[0], expert)
+    return by_expert(call, w13.shape[0], lambda e: (w13[e], w2[e]))
 
 
-@operator(
-    "moe_experts_mxfp4(Tensor x, Tensor weights, Tensor ids, Tensor w13_packed, Tensor w13_scale, Tensor w2_packed, "
-    "Tensor w2_scale, int first_expert, float? beta, float? linear_beta) -> Tensor"
-)
-def moe_experts_mxfp4(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13_packed: Tensor,
-    w13_scale: Tensor,
-    w2_packed: Tensor,
-    w2_scale: Tensor,
-    first_expert: int,
-    beta: float | None,
-    linear_beta: float | None,
-) -> Tensor:
-    """`moe_experts` on packed MXFP4 weights, each hit expert expanded to x's dtype while it is used.
+@experts_operator("moe_experts_mxfp4")
+def moe_experts_mxfp4(call: ExpertCall) -> Tensor:
+    """Packed MXFP4 matrices, each hit expert expanded to x's dtype while it is used.
 
-    w13_packed u8 [E, 2I, H/2], w13_scale u8 [E, 2I, H/32], w2_packed u8 [E, H, I/2], w2_scale u8 [E, H, I/32].
+    Of each: packed u8 [E, N, K/2], scale u8 [E, N, K/32].
     """
+    dtype = call.x.dtype
 
-    def expert(e: int, rows: Tensor) -> Tensor:
-        w13 = mxfp4_dequantize(w13_packed[e], w13_scale[e], rows.dtype)
-        w2 = mxfp4_dequantize(w2_packed[e], w2_scale[e], rows.dtype)
-        return gated_activation(rows @ w13.t(), beta, linear_beta) @ w2.t()
+    def matrices(e: int) -> Iterator[Tensor]:
+        return (mxfp4_dequantize(packed[e], scale[e], dtype) for packed, scale in (call.w13, call.w2))
 
-    return by_expert(x, weights, ids, first_expert, w13_packed.shape[0], expert)
+    return by_expert(call, call.w13[0].shape[0], matrices)
 
 
-def by_expert(
-    x: Tensor, weights: Tensor, ids: Tensor, first: int, count: int, expert: Callable[[int, Tensor], Tensor]
-) -> Tensor:
+def by_expert(call: ExpertCall, count: int, matrices: Callable[[int], Iterable[Tensor]]) -> Tensor:
     """Sort the token-expert pairs by expert, run each hit expert once on its rows, and sum per token in fp32.
+
+    `matrices` gives w13 [2I, H] and w2 [H, I] of one of the `count` experts held here.
 
     Matrix libraries take odd numbers of rows through other kernels, which round differently. In a batch an expert's
     rows are therefore filled up to a multiple of ROWS, so that no token's result depends on where the others went.
     """
+    x, weights, ids, first = call.x, call.weights, call.ids, call.first_expert
+
+    def expert(e: int, rows: Tensor) -> Tensor:
+        w13, w2 = matrices(e)
+        return call.activation(rows @ w13.t()) @ w2.t()
+
     if x.shape[0] == 1:
         return _one_token(x, weights[0], ids[0].tolist(), first, count, expert)
     flat = ids.flatten()
@@ -180,33 +205,17 @@ def _mxfp4_visit(*values: Any) -> Mxfp4Visit:
 
 @moe_experts.case(Visit)
 def _plain_case(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    first_expert: int,
-    beta: float | None,
-    linear_beta: float | None,
+    x: Tensor, weights: Tensor, ids: Tensor, w13: Sequence[Tensor], w2: Sequence[Tensor], laid_out: bool, *rest: Any
 ) -> tuple:
-    return visit_of(x, ids, w13.shape[0], first_expert, w2.shape[2])
+    return visit_of(x, ids, w13[0].shape[0], rest[0], w2[0].shape[2])
 
 
 @moe_experts_mxfp4.case(_mxfp4_visit)
 def _mxfp4_case(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13_packed: Tensor,
-    w13_scale: Tensor,
-    w2_packed: Tensor,
-    w2_scale: Tensor,
-    first_expert: int,
-    beta: float | None,
-    linear_beta: float | None,
+    x: Tensor, weights: Tensor, ids: Tensor, w13: Sequence[Tensor], w2: Sequence[Tensor], laid_out: bool, *rest: Any
 ) -> tuple:
-    nz = current().soc == "a5" and is_nz(w13_packed) and is_nz(w2_packed)
-    return *visit_of(x, ids, w13_packed.shape[0], first_expert, 2 * w2_packed.shape[2]), nz
+    nz = current().soc == "a5" and is_nz(w13[0]) and is_nz(w2[0])
+    return *visit_of(x, ids, w13[0].shape[0], rest[0], 2 * w2[0].shape[2]), nz
 
 
 def refuse_grouped(case: Visit) -> str | None:
@@ -215,21 +224,13 @@ def refuse_grouped(case: Visit) -> str | None:
 
 
 @moe_experts.kernel("grouped_matmul", refuse_grouped)
-def grouped(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    first_expert: int,
-    beta: float | None,
-    linear_beta: float | None,
-) -> Tensor:
+def grouped(call: ExpertCall) -> Tensor:
     """Matrices are passed as transposed views, which the operator knows from other strides."""
-    routed = expand(x, ids, w13.shape[0], first_expert)
+    x, (w13,), (w2,) = call.x, call.w13, call.w2
+    routed = expand(x, call.ids, w13.shape[0], call.first_expert)
     gate_up = grouped_matmul(routed.rows, w13.transpose(1, 2), routed.counts, x.dtype)
-    inner = gated_activation_of_groups(gate_up, routed.counts, beta, linear_beta)
-    return combine(grouped_matmul(inner, w2.transpose(1, 2), routed.counts, x.dtype), routed, weights)
+    inner = call.activation_of_groups(gate_up, routed.counts)
+    return combine(grouped_matmul(inner, w2.transpose(1, 2), routed.counts, x.dtype), routed, call.weights)
 
 
 def refuse_grouped_mxfp4(case: Mxfp4Visit) -> str | None:
@@ -243,35 +244,25 @@ def refuse_grouped_mxfp4(case: Mxfp4Visit) -> str | None:
     for name, size in (("H", case.visit.width), ("I", case.visit.inner)):
         if size % MX_PAIR:
             return f"{name} = {size}, must be a multiple of {MX_PAIR}"
-    return None if case.nz else "the packed matrices do not lie in NZ; pass them through formats.as_nz after loading"
+    return None if case.nz else "the packed matrices do not lie in NZ; pass them through nz.as_nz after loading"
 
 
 @moe_experts_mxfp4.kernel("grouped_matmul_mxfp4", refuse_grouped_mxfp4)
-def grouped_mxfp4(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13_packed: Tensor,
-    w13_scale: Tensor,
-    w2_packed: Tensor,
-    w2_scale: Tensor,
-    first_expert: int,
-    beta: float | None,
-    linear_beta: float | None,
-) -> Tensor:
+def grouped_mxfp4(call: ExpertCall) -> Tensor:
     """MXFP4 matrices by rows that are rounded to MXFP8 before each product."""
-    routed = expand(x, ids, w13_packed.shape[0], first_expert)
-    gate_up = _mx_matmul(routed.rows, w13_packed, w13_scale, routed.counts)
-    inner = gated_activation_of_groups(gate_up, routed.counts, beta, linear_beta)
-    return combine(_mx_matmul(inner, w2_packed, w2_scale, routed.counts), routed, weights)
+    routed = expand(call.x, call.ids, call.w13[0].shape[0], call.first_expert)
+    gate_up = _mx_matmul(routed.rows, call.w13, routed.counts)
+    inner = call.activation_of_groups(gate_up, routed.counts)
+    return combine(_mx_matmul(inner, call.w2, routed.counts), routed, call.weights)
 
 
-def _mx_matmul(rows: Tensor, packed: Tensor, scale: Tensor, counts: Tensor) -> Tensor:
-    """rows bf16 [M, K], packed u8 [E, N, K/2], scale u8 [E, N, K/32] -> bf16 [M, N].
+def _mx_matmul(rows: Tensor, matrix: Sequence[Tensor], counts: Tensor) -> Tensor:
+    """rows bf16 [M, K], of the matrix packed u8 [E, N, K/2] and scale u8 [E, N, K/32] -> bf16 [M, N].
 
     Matrix and scales must be seen through the same transposition, as views. The scales of the matrix go where those of
     a weight-only format go, antiquant_scale. x_dtype stays out: torch_npu's shape function refuses e4m3 there.
     """
+    packed, scale = matrix
     torch_npu = importlib.import_module("torch_npu")
     codes, row_scale = torch.ops.npu.npu_dynamic_mx_quant(rows, dst_type=torch.float8_e4m3fn)
     return grouped_matmul(

@@ -13,7 +13,7 @@ What the layout of W4A8 is shows in shapes and dtypes, so its reference takes bo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,7 @@ from torch import Tensor
 from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.ops.constants import constant
 from kimi_k3_npu.ops.device import current
-from kimi_k3_npu.ops.experts import by_expert
-from kimi_k3_npu.ops.formats import as_nz
+from kimi_k3_npu.ops.experts import ExpertCall, by_expert, experts_operator
 from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refuse_visit, visit_of
 from kimi_k3_npu.ops.int4 import (
     HIGHEST,
@@ -35,9 +34,9 @@ from kimi_k3_npu.ops.int4 import (
     unpack_rows,
 )
 from kimi_k3_npu.ops.limits import HALVES, wrong_dtype
+from kimi_k3_npu.ops.nz import as_nz
 from kimi_k3_npu.ops.op import operator
 from kimi_k3_npu.ops.quant import E2M1
-from kimi_k3_npu.ops.situ import gated_activation, gated_activation_of_groups
 
 #: Inputs that share a scale in the grouped format.
 GROUP = 32
@@ -45,73 +44,43 @@ GROUP = 32
 MOST_INPUTS = 18432
 
 
-@operator(
-    "moe_experts_w4a8(Tensor x, Tensor weights, Tensor ids, Tensor w13, Tensor w13_scale, Tensor w13_bias, Tensor w2, "
-    "Tensor w2_scale, Tensor w2_bias, int first_expert, float? beta, float? linear_beta) -> Tensor"
-)
-def moe_experts_w4a8(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w13_bias: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    w2_bias: Tensor,
-    first_expert: int,
-    beta: float | None,
-    linear_beta: float | None,
-) -> Tensor:
-    """`moe_experts` on W4A8 weights, here each expanded while it is used and with rows as they are.
+@experts_operator("moe_experts_w4a8")
+def moe_experts_w4a8(call: ExpertCall) -> Tensor:
+    """W4A8 matrices, here each expanded while it is used and with rows as they are.
 
-    Of each matrix, published: int8 [E, N/2, K] (two outputs a byte), scale fp32 [E, N, 1], bias fp32 [E, N, C]; or what
+    Of each, published: int8 [E, N/2, K] (two outputs a byte), scale fp32 [E, N, 1], bias fp32 [E, N, C]; or what
     `prepare_w4a8` makes of the three. The bias is no part of the function: it corrects how an NPU multiplies.
     """
+    dtype = call.x.dtype
 
-    def expert(e: int, rows: Tensor) -> Tensor:
-        first, second = w4a8_matrix(w13[e], w13_scale[e], x.dtype), w4a8_matrix(w2[e], w2_scale[e], x.dtype)
-        return gated_activation(rows @ first.t(), beta, linear_beta) @ second.t()
+    def matrices(e: int) -> Iterator[Tensor]:
+        return (w4a8_matrix(codes[e], scale[e], dtype) for codes, scale, _ in (call.w13, call.w2))
 
-    return by_expert(x, weights, ids, first_expert, w13.shape[0], expert)
+    return by_expert(call, call.w13[0].shape[0], matrices)
 
 
-@operator(
-    "moe_experts_int4_group(Tensor x, Tensor weights, Tensor ids, Tensor[] w13, Tensor w13_scale, Tensor[] w2, "
-    "Tensor w2_scale, bool laid_out, int first_expert, float? beta, float? linear_beta) -> Tensor"
-)
-def moe_experts_int4_group(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: Sequence[Tensor],
-    w13_scale: Tensor,
-    w2: Sequence[Tensor],
-    w2_scale: Tensor,
-    laid_out: bool,
-    first_expert: int,
-    beta: float | None,
-    linear_beta: float | None,
-) -> Tensor:
-    """`moe_experts` on grouped int4 weights, here each expanded while it is used.
+@experts_operator("moe_experts_int4_group")
+def moe_experts_int4_group(call: ExpertCall) -> Tensor:
+    """Grouped int4 matrices, here each expanded while it is used.
 
-    Of each matrix: int32 [E, K, N/8], one or two to be added, as `pack_columns` packs them, and scale [E, K/32, N].
+    Of each: int32 [E, K, N/8], one or several to be added, as `pack_columns` packs them, and scale [E, K/32, N].
 
     Raises:
-        LaunchError: They have been laid out for an NPU's products (`laid_out`), in an order that only those know.
+        LaunchError: They have been laid out for an NPU's products, in an order that only those know.
     """
-    if laid_out and x.shape[0]:
+    dtype = call.x.dtype
+    if call.laid_out and call.x.shape[0]:
         raise LaunchError(
             "int4 experts lie as an NPU's products take them, which this device or dtype cannot read; load the model "
             "again where and as it is to run"
         )
 
-    def expert(e: int, rows: Tensor) -> Tensor:
-        first = int4_group_matrix([codes[e] for codes in w13], w13_scale[e], x.dtype)
-        second = int4_group_matrix([codes[e] for codes in w2], w2_scale[e], x.dtype)
-        return gated_activation(rows @ first.t(), beta, linear_beta) @ second.t()
+    def matrices(e: int) -> Iterator[Tensor]:
+        return (
+            int4_group_matrix([part[e] for part in codes], scale[e], dtype) for *codes, scale in (call.w13, call.w2)
+        )
 
-    return by_expert(x, weights, ids, first_expert, w13_scale.shape[0], expert)
+    return by_expert(call, call.w13[-1].shape[0], matrices)
 
 
 def w4a8_matrix(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -211,39 +180,19 @@ def _int4_visit(*values: Any) -> Int4Visit:
 
 @moe_experts_w4a8.case(_int4_visit)
 def _w4a8_case(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w13_bias: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    w2_bias: Tensor,
-    first_expert: int,
-    beta: float | None,
-    linear_beta: float | None,
+    x: Tensor, weights: Tensor, ids: Tensor, w13: Sequence[Tensor], w2: Sequence[Tensor], laid_out: bool, *rest: Any
 ) -> tuple:
-    experts, rows, columns = w13_scale.shape  # prepared [E, 1, 2I], published [E, 2I, 1]
-    return *visit_of(x, ids, experts, first_expert, rows * columns // 2), w13.dtype == w2.dtype == torch.int32
+    experts, rows, columns = w13[1].shape  # prepared [E, 1, 2I], published [E, 2I, 1]
+    prepared = w13[0].dtype == w2[0].dtype == torch.int32
+    return *visit_of(x, ids, experts, rest[0], rows * columns // 2), prepared
 
 
 @moe_experts_int4_group.case(_int4_visit)
 def _int4_group_case(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: Sequence[Tensor],
-    w13_scale: Tensor,
-    w2: Sequence[Tensor],
-    w2_scale: Tensor,
-    laid_out: bool,
-    first_expert: int,
-    beta: float | None,
-    linear_beta: float | None,
+    x: Tensor, weights: Tensor, ids: Tensor, w13: Sequence[Tensor], w2: Sequence[Tensor], laid_out: bool, *rest: Any
 ) -> tuple:
-    experts, groups, _ = w2_scale.shape
-    return *visit_of(x, ids, experts, first_expert, GROUP * groups), laid_out
+    experts, groups, _ = w2[-1].shape
+    return *visit_of(x, ids, experts, rest[0], GROUP * groups), laid_out
 
 
 def refuse_int4(case: Int4Visit) -> str | None:
@@ -266,53 +215,28 @@ def refuse_w4a8(case: Int4Visit) -> str | None:
 
 
 @moe_experts_w4a8.kernel("grouped_matmul_w4a8", refuse_w4a8)
-def w4a8(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w13_bias: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    w2_bias: Tensor,
-    first_expert: int,
-    beta: float | None,
-    linear_beta: float | None,
-) -> Tensor:
+def w4a8(call: ExpertCall) -> Tensor:
     """Rows are rounded to int8, each with its own scale, on the way to the experts and between the two products."""
-    routed = expand(x, ids, w13.shape[0], first_expert, quantize=True)
+    (w13, w13_scale, w13_bias), (w2, w2_scale, w2_bias), dtype = call.w13, call.w2, call.x.dtype
+    routed = expand(call.x, call.ids, w13.shape[0], call.first_expert, quantize=True)
     scales = {"scale": w13_scale, "bias": w13_bias, "per_token_scale": routed.scale}
-    gate_up = grouped_matmul(routed.rows, w13, routed.counts, x.dtype, scales)
-    inner, inner_scale = torch.ops.npu.npu_dynamic_quant(
-        gated_activation_of_groups(gate_up, routed.counts, beta, linear_beta)
-    )
+    gate_up = grouped_matmul(routed.rows, w13, routed.counts, dtype, scales)
+    inner, inner_scale = torch.ops.npu.npu_dynamic_quant(call.activation_of_groups(gate_up, routed.counts))
     scales = {"scale": w2_scale, "bias": w2_bias, "per_token_scale": inner_scale}
-    return combine(grouped_matmul(inner, w2, routed.counts, x.dtype, scales), routed, weights)
+    return combine(grouped_matmul(inner, w2, routed.counts, dtype, scales), routed, call.weights)
 
 
 @moe_experts_int4_group.kernel("grouped_matmul_int4", refuse_int4)
-def int4_group(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: Sequence[Tensor],
-    w13_scale: Tensor,
-    w2: Sequence[Tensor],
-    w2_scale: Tensor,
-    laid_out: bool,
-    first_expert: int,
-    beta: float | None,
-    linear_beta: float | None,
-) -> Tensor:
+def int4_group(call: ExpertCall) -> Tensor:
     """Rows stay as they are; a matrix that is a sum of two is two products."""
-    routed = expand(x, ids, w13_scale.shape[0], first_expert)
-    gate_up = _int4_matmul(routed.rows, w13, w13_scale, routed.counts)
-    inner = gated_activation_of_groups(gate_up, routed.counts, beta, linear_beta)
-    return combine(_int4_matmul(inner, w2, w2_scale, routed.counts), routed, weights)
+    routed = expand(call.x, call.ids, call.w13[0].shape[0], call.first_expert)
+    gate_up = _int4_matmul(routed.rows, call.w13, routed.counts)
+    inner = call.activation_of_groups(gate_up, routed.counts)
+    return combine(_int4_matmul(inner, call.w2, routed.counts), routed, call.weights)
 
 
-def _int4_matmul(rows: Tensor, parts: Sequence[Tensor], scale: Tensor, counts: Tensor) -> Tensor:
+def _int4_matmul(rows: Tensor, matrix: Sequence[Tensor], counts: Tensor) -> Tensor:
+    *parts, scale = matrix
     scale = scale.to(rows.dtype)
     scales = {"antiquant_scale": scale, "antiquant_offset": zeros(tuple(scale.shape), scale.dtype, scale.device)}
     products = [grouped_matmul(rows, codes, counts, rows.dtype, scales) for codes in parts]

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_k3_npu.ops.device import Device
-from kimi_k3_npu.ops.formats import as_nz
 from kimi_k3_npu.ops.limits import HALVES, INNER_LIMIT, nothing_to_run, wrong_dtype
+from kimi_k3_npu.ops.nz import as_nz
 from kimi_k3_npu.ops.op import operator
 
 #: Of int8 codes, symmetric.

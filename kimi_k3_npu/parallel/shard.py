@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from kimi_k3_npu.ops.formats import overwrite
+from kimi_k3_npu.ops.nz import overwrite
 from kimi_k3_npu.parallel.groups import Group
 
 Slices = tuple[slice, ...]

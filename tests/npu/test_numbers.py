@@ -28,7 +28,7 @@ from kimi_k3_npu.ops.experts_int4 import (
     w4a8_bias,
     w4a8_matrix,
 )
-from kimi_k3_npu.ops.formats import as_nz
+from kimi_k3_npu.ops.nz import as_nz
 from kimi_k3_npu.ops.grouped import expand, grouped_matmul
 from kimi_k3_npu.ops.int4 import pack_rows
 from kimi_k3_npu.ops.kda import kda_gate, l2_norm
