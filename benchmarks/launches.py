@@ -28,7 +28,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -44,9 +44,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.config.published import published_config
+from kimi_k3_npu.formats import FORMATS
 from kimi_k3_npu.model.attention import CachedAttention
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
-from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.ops import sgl
 from kimi_k3_npu.ops.device import OPTIONAL_PACKAGES, Device, assume, parse_cann, parse_soc
 from kimi_k3_npu.ops.op import CHOSEN, OPS
@@ -209,7 +209,7 @@ def inspected_mesh(layout: ParallelLayout) -> Mesh:
 
 
 def count_step(
-    config: KimiK3Config, layout: ParallelLayout, batch: int, device: Device, experts: ExpertForm = "plain"
+    config: KimiK3Config, layout: ParallelLayout, batch: int, device: Device, experts: str = "plain"
 ) -> dict[str, list[Count]]:
     """Block -> what each of its occurrences launches in one decode step of `batch` sequences a replica."""
     counting = Counting()
@@ -340,7 +340,12 @@ def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--layout", action="append", help="as in tp=64,dp=4,ep=64; may be repeated")
     options.add_argument("--batch", type=int, default=BATCH, help="sequences of each data-parallel replica")
-    options.add_argument("--experts", default="plain", choices=get_args(ExpertForm), help="how their weights are kept")
+    options.add_argument(
+        "--experts",
+        default="plain",
+        choices=[name for name, each in FORMATS.items() if each.kept],
+        help="how their weights are kept",
+    )
     options.add_argument("--soc", default="a3")
     options.add_argument("--cann", default="9.1")
     options.add_argument("--out", type=Path, help=f"JSON file; {RESULTS.name} in results/ for the default settings")

@@ -38,7 +38,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kimi_k3_npu import KimiK3Config, load_model
-from kimi_k3_npu.checkpoint.forms import MXFP4
 from kimi_k3_npu.checkpoint.load import empty_model
 from kimi_k3_npu.checkpoint.manifest import TensorSpec
 from kimi_k3_npu.checkpoint.names import FP32_NAMES, published_name
@@ -47,6 +46,7 @@ from kimi_k3_npu.checkpoint.reader import Checkpoint
 from kimi_k3_npu.checkpoint.storage import Storage
 from kimi_k3_npu.checkpoint.stream import bytes_to_read
 from kimi_k3_npu.checkpoint.writer import ShardWriter
+from kimi_k3_npu.formats import FORMATS
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
@@ -70,6 +70,8 @@ TEXT = {
 }
 ATTENTION = {"num_heads": 8, "kda_layers": [1, 2, 3, 5, 6, 7], "full_attn_layers": [4, 8, 9]}
 
+NAMES = Storage("mxfp4", FORMATS["mxfp4"]).names(FORMATS["mxfp4"])
+
 
 def write_checkpoint(folder: Path) -> None:
     """A shard for each layer and one for the rest, as published."""
@@ -82,7 +84,7 @@ def write_checkpoint(folder: Path) -> None:
     with torch.device("meta"):
         model = KimiK3ForCausalLM(config, experts="mxfp4")
     shards: dict[int, list[TensorSpec]] = {}
-    names = Storage("mxfp4", MXFP4).names("mxfp4")
+    names = NAMES
     for parameter, pieces in records_of(model).items():
         for piece, record in pieces.items():
             for target, name in names.sources(parameter, piece):
@@ -115,7 +117,7 @@ def needed(folder: Path) -> tuple[int, int]:
         model = empty_model(
             KimiK3Config.from_pretrained(folder), checkpoint, Mesh.inspect(LAYOUT, RANK), experts="mxfp4"
         )
-    assignments = plan_loading(model, checkpoint.entries, Storage("mxfp4", MXFP4).names("mxfp4")).assignments
+    assignments = plan_loading(model, checkpoint.entries, NAMES).assignments
     return bytes_to_read(checkpoint, assignments), max(checkpoint.entries[a.name].nbytes for a in assignments)
 
 
@@ -125,7 +127,7 @@ def by_safetensors(folder: Path) -> object:
         model = empty_model(
             KimiK3Config.from_pretrained(folder), checkpoint, Mesh.inspect(LAYOUT, RANK), experts="mxfp4"
         )
-    plan = plan_loading(model, checkpoint.entries, Storage("mxfp4", MXFP4).names("mxfp4"))
+    plan = plan_loading(model, checkpoint.entries, NAMES)
     sources = {assignment.name: assignment.source for assignment in plan.assignments}
     kept = []
     for file in sorted(folder.glob("*.safetensors")):

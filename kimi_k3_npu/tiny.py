@@ -18,6 +18,7 @@ from kimi_k3_npu.checkpoint.export import export_tensors, replace_checkpoint
 from kimi_k3_npu.checkpoint.folder import contents
 from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.errors import KimiK3Error
+from kimi_k3_npu.formats import FORMATS
 from kimi_k3_npu.locks import writing_to
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
 from kimi_k3_npu.resources import resource_path
@@ -101,7 +102,7 @@ def write_weights(folder: Path, model: KimiK3ForCausalLM, *, mxfp4_experts: bool
 
 
 def _write_weights(folder: Path, model: KimiK3ForCausalLM, mxfp4_experts: bool) -> None:
-    tensors = list(export_tensors(model, mxfp4_experts=mxfp4_experts))
+    tensors = list(export_tensors(model, experts=FORMATS["mxfp4"] if mxfp4_experts else None))
     replace_checkpoint(tensors, folder, shard_bytes=-(-sum(tensor.nbytes for _, tensor in tensors) // 2))
 
 

@@ -75,10 +75,8 @@ def convert(
     storage = read_storage(checkpoint, config)
     format = convertible()[to]
     if not config.text.num_experts or storage.experts is format:
-        what = (
-            f"its experts are {storage.experts.title} already" if config.text.num_experts else "has no routed experts"
-        )
-        raise CheckpointError(f"{source}: {what}")
+        already = f"its experts are {storage.experts.title} already"
+        raise CheckpointError(f"{source}: {already if config.text.num_experts else 'has no routed experts'}")
     with torch.device("meta"):
         plan = plan_loading(empty_model(config, checkpoint), checkpoint.entries, storage.names())
     if faults := [*plan.faults, *storage.faults_beside(plan.faults)]:

@@ -33,8 +33,8 @@ def export_tensors(model: KimiK3ForCausalLM, *, experts: Format | None = None) -
     """Every tensor of the checkpoint that loads as `model`, with its published name, shape and dtype.
 
     Loading them gives back the same parameters, bit for bit; only plain experts are rounded when they are to be written
-    as `experts` (packed ones stay as they are). A residual mixer is known by its product only, so its norm is all ones. Router
-    and mixers, fp32 in memory, get the model's dtype where that loses nothing.
+    as `experts` (packed ones stay as they are). A residual mixer is known by its product only, so its norm is all ones.
+    Router and mixers, fp32 in memory, get the model's dtype where that loses nothing.
 
     Raises:
         ValueError: The model is one rank of several, keeps experts as they are not stored, or an expert to be packed

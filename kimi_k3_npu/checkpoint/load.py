@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from kimi_k3_npu.checkpoint.folder import SHARD_PATTERNS
 from kimi_k3_npu.checkpoint.names import ROTATION, VISION_PREFIXES, normalise
 from kimi_k3_npu.checkpoint.plan import Assignment, LoadPlan, plan_loading, records_of
 from kimi_k3_npu.checkpoint.reader import Checkpoint, collector_paused
-from kimi_k3_npu.checkpoint.storage import ExpertWeights, Storage, StorageName, read_storage
+from kimi_k3_npu.checkpoint.storage import AUTO, Storage, read_storage
 from kimi_k3_npu.checkpoint.stream import bytes_to_read, read_weights
 from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.errors import CheckpointError, Fault, KimiK3Error
@@ -26,7 +25,7 @@ from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
 from kimi_k3_npu.parallel.shard import Layer, layers
 
-__all__ = ["VISION_PREFIXES", "ExpertWeights", "Progress", "load_model", "load_weights"]
+__all__ = ["VISION_PREFIXES", "Progress", "load_model", "load_weights"]
 
 #: Called with the bytes read so far and the bytes to read.
 Progress = Callable[[int, int], None]
@@ -42,8 +41,8 @@ def load_model(
     dtype: torch.dtype | None = None,
     layout: ParallelLayout | None = None,
     rank: int = 0,
-    expert_weights: ExpertWeights = "auto",
-    quantization: StorageName | Literal["auto"] = "auto",
+    expert_weights: str = AUTO,
+    quantization: str = AUTO,
     vision: bool | None = None,
     scan: bool = True,
     progress: Progress | None = None,

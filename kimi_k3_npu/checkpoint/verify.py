@@ -17,7 +17,7 @@ from kimi_k3_npu.checkpoint.plan import LoadPlan, plan_loading, records_of
 from kimi_k3_npu.checkpoint.reader import Checkpoint, ReadRequest
 from kimi_k3_npu.checkpoint.storage import Storage, read_storage
 from kimi_k3_npu.checkpoint.stream import read_weights
-from kimi_k3_npu.config import MXFP4_GROUP, KimiK3Config, read_config_file
+from kimi_k3_npu.config import KimiK3Config, read_config_file
 from kimi_k3_npu.errors import CheckpointError, ConfigError, Fault, LayoutError
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
@@ -100,12 +100,12 @@ def _layout_faults(
 ) -> Iterator[Fault]:
     published = {normalise(name): name for name in checkpoint.entries}
     try:
-        layout.check(config.text, expert_group=1 if storage.name in ("plain", "modelslim") else MXFP4_GROUP)
+        layout.check(config.text, expert_group=storage.experts.group)
         for rank in range(layout.world):
             mesh = Mesh.inspect(layout, rank)
             with torch.device("meta"):
-                model = empty_model(config, checkpoint, mesh, experts=storage.expert_form())
-            names = storage.names(model.experts)
+                model = empty_model(config, checkpoint, mesh, experts=storage.keep_experts().name)
+            names = storage.names(storage.keep_experts())
             # What belongs to no rank is known already, and half a million names take seconds for each rank.
             own = [
                 published[name]

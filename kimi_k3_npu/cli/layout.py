@@ -18,14 +18,11 @@ from kimi_k3_npu.cli.numbers import MOST, MOST_RANKS
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kimi_k3_npu.model.experts import ExpertForm
     from kimi_k3_npu.parallel.layout import ParallelLayout
     from kimi_k3_npu.plan.weights import BlockWeights, RankWeights
 
 #: Columns of output that is not for a terminal.
 WIDTH = 120
-#: Forms of the routed experts by the names that users give them.
-FORMS: dict[str, ExpertForm] = {"mxfp4": "mxfp4", "int4x2": "int4x2", "w4a8": "w4a8", "bf16": "plain"}
 
 
 def layout(
@@ -96,6 +93,7 @@ def layout(
 
     from kimi_k3_npu.config import KimiK3Config
     from kimi_k3_npu.config.published import published_config
+    from kimi_k3_npu.formats import expert_formats
     from kimi_k3_npu.plan.weights import rank_weights
 
     model = published_config() if config == "full" else KimiK3Config.from_pretrained(Path(config))
@@ -103,9 +101,8 @@ def layout(
         ranks = _layout(text if text is not None else ",".join(f"{key}={value}" for key, value in given.items()))
     for note in notes:
         warnings.warn(note, stacklevel=1)
-    held = rank_weights(
-        model, ranks, rank, experts=(model.quantization or "plain") if experts is None else FORMS[experts]
-    )
+    kept = (model.quantization or "plain") if experts is None else expert_formats()[experts].name
+    held = rank_weights(model, ranks, rank, experts=kept)
     if as_json:
         typer.echo(json.dumps(_as_json(held, notes), indent=2))
         return

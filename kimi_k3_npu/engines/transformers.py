@@ -29,7 +29,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kimi_k3_npu import envs
-from kimi_k3_npu.checkpoint.load import DTYPES, ExpertWeights, Progress, load_model
+from kimi_k3_npu.checkpoint.load import DTYPES, Progress, load_model
 from kimi_k3_npu.config import KimiK3Config, read_config_file
 from kimi_k3_npu.engines.generation import GenerationCache, check_arguments, check_options, read_generation_config
 from kimi_k3_npu.engines.padding import check_prompts, kept_tokens, next_token_loss, real_tokens
@@ -91,7 +91,7 @@ class KimiK3ForGeneration(PreTrainedModel, GenerationMixin):
         dtype: torch.dtype | str | None = None,
         torch_dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
-        expert_weights: ExpertWeights = "auto",
+        expert_weights: str = "auto",
         vision: bool | None = None,
         scan: bool = True,
         progress: Progress | None = None,

@@ -14,14 +14,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from kimi_k3_npu import envs
-from kimi_k3_npu.checkpoint.forms import INT4X2, MXFP4, PLAIN
-from kimi_k3_npu.checkpoint.load import VISION_PREFIXES, ExpertWeights, check_weights, empty_model, load_weights
+from kimi_k3_npu.checkpoint.load import VISION_PREFIXES, check_weights, empty_model, load_weights
 from kimi_k3_npu.checkpoint.reader import Checkpoint
-from kimi_k3_npu.checkpoint.storage import Storage, read_storage
-from kimi_k3_npu.config import MXFP4_GROUP, KimiK3Config
+from kimi_k3_npu.checkpoint.storage import AUTO, Storage, expert_options, read_storage
+from kimi_k3_npu.config import KimiK3Config
 from kimi_k3_npu.errors import LaunchError
+from kimi_k3_npu.formats import FORMATS, PLAIN
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
-from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.parallel.mesh import Mesh
 
 #: A repository of a hub. More or fewer slashes, or a first dot, make a path.
@@ -56,9 +55,9 @@ def folder_of(model: str, engine: str, download: Callable[[str], str]) -> Path:
         raise LaunchError(f"{model}: {engine}'s loader finds no weights there: {error}") from error
 
 
-def expert_weights(variable: str) -> ExpertWeights:
+def expert_weights(variable: str) -> str:
     """How the launch wants experts kept: the value of an environment variable of ours. Raises LaunchError."""
-    return cast(ExpertWeights, envs.one_of(variable, get_args(ExpertWeights)) or "auto")
+    return envs.one_of(variable, expert_options()) or AUTO
 
 
 @dataclass(frozen=True)
@@ -67,35 +66,36 @@ class Source:
 
     checkpoint: Checkpoint
     storage: Storage
-    expert_weights: ExpertWeights = "auto"
+    expert_weights: str = AUTO
 
     @classmethod
-    def open(cls, folder: Path, config: KimiK3Config, expert_weights: ExpertWeights = "auto") -> Source:
+    def open(cls, folder: Path, config: KimiK3Config, expert_weights: str = AUTO) -> Source:
         """Raises CheckpointError with all faults found so far."""
         checkpoint = Checkpoint.open(folder)
         return cls(checkpoint, read_storage(checkpoint, config), expert_weights)
 
     @classmethod
-    def of_config(cls, folder: Path, config: KimiK3Config, expert_weights: ExpertWeights = "auto") -> Source:
+    def of_config(cls, folder: Path, config: KimiK3Config, expert_weights: str = AUTO) -> Source:
         """For a launch with dummy weights, which need not be there: how they would be stored counts."""
-        form = {"mxfp4": MXFP4, "int4x2": INT4X2}.get(config.quantization or "", PLAIN)
-        storage = Storage(config.quantization or "plain", form, folder=folder)
+        format = FORMATS[config.quantization or PLAIN.name]
+        storage = Storage(format.folder, format, folder=folder)
         return cls(Checkpoint(folder, {}, {}, ()), storage, expert_weights)
 
     @property
-    def experts(self) -> ExpertForm:
-        """How a rank keeps its experts."""
-        return self.storage.expert_form(self.expert_weights)
+    def experts(self) -> str:
+        """The name of the format in which a rank keeps its experts."""
+        return self.storage.keep_experts(self.expert_weights).name
 
 
 def empty_network(
     config: KimiK3Config, source: Source, mesh: Mesh, *, dtype: torch.dtype, vision: bool
 ) -> KimiK3ForCausalLM:
     """The network that `source` fills. Raises LayoutError when `mesh` cannot split it."""
-    in_groups = source.storage.experts in (MXFP4, INT4X2)
-    if in_groups and dtype == torch.float16:
-        raise LaunchError(f"{source.storage.experts.name} experts do not expand to float16; use --dtype bfloat16")
-    mesh.layout.check(config.text, expert_group=MXFP4_GROUP if in_groups else 1)
+    stored = source.storage.experts
+    if dtype in stored.too_narrow:
+        narrow = str(dtype).removeprefix("torch.")
+        raise LaunchError(f"{stored.title} experts do not expand to {narrow}; use --dtype bfloat16")
+    mesh.layout.check(config.text, expert_group=stored.group)
     return empty_model(config, source.checkpoint, mesh, dtype=dtype, experts=source.experts, vision=vision)
 
 

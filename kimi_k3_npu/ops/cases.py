@@ -8,7 +8,7 @@ Letters as in the operators: T tokens, h heads of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -303,56 +303,62 @@ def expert_shapes(s: Sizes) -> tuple[tuple[int, int], tuple[int, int]]:
 
 @case("moe_experts", ROUNDED_INSIDE)
 def plain_experts(s: Sizes) -> Arguments:
-    matrices = [s.normal(EXPERTS, N, K, scale=K**-0.5) for N, K in expert_shapes(s)]
-    return *visits(s), *matrices, FIRST_EXPERT, *s.config.activation_betas
+    matrices = [[s.normal(EXPERTS, N, K, scale=K**-0.5)] for N, K in expert_shapes(s)]
+    return *visits(s), *matrices, False, FIRST_EXPERT, *s.config.activation_betas
 
 
-def prepare_mxfp4(*arguments: Any) -> Arguments:
-    x, weights, ids, w13, w13_scale, w2, w2_scale, *rest = arguments
-    return x, weights, ids, as_nz(w13, True), w13_scale, as_nz(w2, True), w2_scale, *rest
+def laid_out(lay_out: Callable[..., Sequence[Tensor]]) -> Callable[..., Arguments]:
+    """For an operator of experts: its arguments with the tensors of each matrix as `lay_out` makes them."""
 
+    def prepare(x: Tensor, weights: Tensor, ids: Tensor, w13: list[Tensor], w2: list[Tensor], *rest: Any) -> Arguments:
+        return x, weights, ids, list(lay_out(x.dtype, *w13)), list(lay_out(x.dtype, *w2)), True, *rest[1:]
 
-@case("moe_experts_mxfp4", ROUNDED_INSIDE, kernels={"grouped_matmul_mxfp4": MXFP8_ROWS}, prepare=prepare_mxfp4)
-def mxfp4_experts(s: Sizes) -> Arguments:
-    """Any byte is a pair of values up to 6, here under scales of 2^-8 and 2^-9."""
-    matrices = []
-    for N, K in expert_shapes(s):
-        matrices += [s.bytes(EXPERTS, N, K // 2), (s.below(2, EXPERTS, N, K // 32) + 118).to(torch.uint8)]
-    return *visits(s), *matrices, FIRST_EXPERT, *s.config.activation_betas
-
-
-def prepare_w4a8_experts(*arguments: Any) -> Arguments:
-    x, weights, ids, *matrices, first, beta, linear_beta = arguments
-    prepared = (*prepare_w4a8(*matrices[:3]), *prepare_w4a8(*matrices[3:]))
-    return x, weights, ids, *prepared, first, beta, linear_beta
+    return prepare
 
 
 @case(
-    "moe_experts_w4a8", ROUNDED_INSIDE, kernels={"grouped_matmul_w4a8": INT8_ROWS_TWICE}, prepare=prepare_w4a8_experts
+    "moe_experts_mxfp4",
+    ROUNDED_INSIDE,
+    kernels={"grouped_matmul_mxfp4": MXFP8_ROWS},
+    prepare=laid_out(lambda dtype, packed, scale: (as_nz(packed, True), scale)),
+)
+def mxfp4_experts(s: Sizes) -> Arguments:
+    """Any byte is a pair of values up to 6, here under scales of 2^-8 and 2^-9."""
+    return *visits(s), *map(list, mxfp4_matrices(s)), False, FIRST_EXPERT, *s.config.activation_betas
+
+
+def mxfp4_matrices(s: Sizes) -> Iterator[tuple[Tensor, Tensor]]:
+    for N, K in expert_shapes(s):
+        yield s.bytes(EXPERTS, N, K // 2), (s.below(2, EXPERTS, N, K // 32) + 118).to(torch.uint8)
+
+
+@case(
+    "moe_experts_w4a8",
+    ROUNDED_INSIDE,
+    kernels={"grouped_matmul_w4a8": INT8_ROWS_TWICE},
+    prepare=laid_out(lambda dtype, *matrix: prepare_w4a8(*matrix)),
 )
 def w4a8_experts(s: Sizes) -> Arguments:
     matrices = []
     for N, K in expert_shapes(s):
         codes, scale = s.bytes(EXPERTS, N // 2, K).view(torch.int8), s.uniform(EXPERTS, N, 1, low=0.1, high=0.3)
-        matrices += [codes, scale * K**-0.5, w4a8_bias(codes, scale * K**-0.5)]
-    return *visits(s), *matrices, FIRST_EXPERT, *s.config.activation_betas
-
-
-def prepare_int4_experts(*arguments: Any) -> Arguments:
-    """As loading lays them out."""
-    x, weights, ids, w13, w13_scale, w2, w2_scale, _, *rest = arguments
-    w13, w2 = ([int4_layout(codes, x.dtype) for codes in matrix] for matrix in (w13, w2))
-    return x, weights, ids, w13, w13_scale, w2, w2_scale, True, *rest
-
-
-@case("moe_experts_int4_group", ROUNDED_INSIDE, prepare=prepare_int4_experts)
-def int4_experts(s: Sizes) -> Arguments:
-    """MXFP4's values, each the sum of two integers."""
-    matrices: list[Any] = []
-    for N, K in expert_shapes(s):
-        packed, scale = s.bytes(EXPERTS, N, K // 2), (s.below(2, EXPERTS, N, K // 32) + 118).to(torch.uint8)
-        matrices += prepare_mxfp4_as_int4(packed, scale, s.dtype)
+        matrices.append([codes, scale * K**-0.5, w4a8_bias(codes, scale * K**-0.5)])
     return *visits(s), *matrices, False, FIRST_EXPERT, *s.config.activation_betas
+
+
+@case(
+    "moe_experts_int4_group",
+    ROUNDED_INSIDE,
+    prepare=laid_out(lambda dtype, *matrix: (*(int4_layout(part, dtype) for part in matrix[:-1]), matrix[-1])),
+)
+def int4_experts(s: Sizes) -> Arguments:
+    """MXFP4's values, each the sum of two integers, laid out as loading does it."""
+    matrices = (prepare_mxfp4_as_int4(packed, scale, s.dtype) for packed, scale in mxfp4_matrices(s))
+    return (
+        *visits(s),
+        *([*codes, scale] for codes, scale in matrices),
+        *(False, FIRST_EXPERT, *s.config.activation_betas),
+    )
 
 
 @case("dynamic_quant_int8", ONE_STEP, canonical=lambda codes, scale: (codes * scale.unsqueeze(-1), scale))

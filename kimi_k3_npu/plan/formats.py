@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from kimi_k3_npu.config import TextConfig
-from kimi_k3_npu.model.experts import EXPERTS, ExpertForm
+from kimi_k3_npu.formats import FORMATS
 from kimi_k3_npu.parallel.shard import Piece, layers
 from kimi_k3_npu.plan.weights import Block, block_of
 from kimi_k3_npu.recipes.schema import CheckpointFormat
@@ -36,7 +36,7 @@ class Held:
 
 
 #: The form in which a format's routed experts are kept.
-EXPERT_FORMS: dict[CheckpointFormat, ExpertForm] = {
+EXPERT_FORMS: dict[CheckpointFormat, str] = {
     "bf16": "plain",
     "mxfp4": "mxfp4",
     "int4x2": "int4x2",
@@ -47,7 +47,7 @@ EXPERT_FORMS: dict[CheckpointFormat, ExpertForm] = {
 
 def expert_group(form: CheckpointFormat) -> int:
     """Inputs of a routed expert that share a scale, and so stay together."""
-    return max(1, *(stored.columns for stored in EXPERTS[EXPERT_FORMS[form]].stored.values()))
+    return FORMATS[EXPERT_FORMS[form]].group
 
 
 _SHARED_AND_LATENT = r"mlp\.(shared_experts\..*|routed_expert_(down|up)_proj\.weight)"

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from kimi_k3_npu.checkpoint.load import DTYPES
-from kimi_k3_npu.config import MXFP4_GROUP, KimiK3Config, TextConfig
+from kimi_k3_npu.config import KimiK3Config, TextConfig
 from kimi_k3_npu.errors import LayoutError
+from kimi_k3_npu.formats import FORMATS
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
-from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.parallel.groups import Group
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
@@ -132,7 +132,7 @@ def rank_weights(
     layout: ParallelLayout,
     rank: int = 0,
     *,
-    experts: ExpertForm = "mxfp4",
+    experts: str = "mxfp4",
     dtype: torch.dtype | None = None,
     vision: bool = True,
 ) -> RankWeights:
@@ -144,12 +144,12 @@ def rank_weights(
     Raises:
         LayoutError: The layout cannot split this model, or has no such rank.
     """
-    if experts in ("mxfp4", "int4x2") and config.quantization is None:
+    if FORMATS[experts].group > 1 and config.quantization is None:
         raise LayoutError(f"config.json has no quantization_config: its experts are plain, and cannot be {experts}")
     if dtype is None and config.dtype not in DTYPES:
         raise LayoutError(f"config.json: dtype is {config.dtype!r}; supported: {', '.join(DTYPES)}")
     dtype = dtype or DTYPES[config.dtype]
-    layout.check(config.text, expert_group=MXFP4_GROUP if config.quantization else 1)
+    layout.check(config.text, expert_group=FORMATS[config.quantization or "plain"].group)
     mesh = Mesh.inspect(layout, rank)
     with torch.device("meta"):
         model = KimiK3ForCausalLM(config, mesh, dtype=dtype, experts=experts, vision=vision)

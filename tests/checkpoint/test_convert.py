@@ -17,10 +17,9 @@ from torch import Tensor
 from kimi_k3_npu import CheckpointError, load_model
 from kimi_k3_npu.checkpoint.convert import REPORT, WORK, convert
 from kimi_k3_npu.checkpoint.error_report import ErrorReport
-from kimi_k3_npu.checkpoint.forms import INT4X2, MXFP4, W4A8
-from kimi_k3_npu.checkpoint.quantize import quantize_int4x2, quantize_mxfp4, quantize_w4a8
 from kimi_k3_npu.checkpoint.reader import Checkpoint
 from kimi_k3_npu.checkpoint.verify import verify
+from kimi_k3_npu.formats import FORMATS
 from kimi_k3_npu.ops.int4 import unpack_rows
 from kimi_k3_npu.ops.quant import mxfp4_dequantize
 from tests.checkpoint.corpus import EXPERT, KDA, MOE, Draft, swapped
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from tests.conftest import Oracle
 
 TOLERANCE = 5e-4
+MXFP4, INT4X2, W4A8 = (FORMATS[name] for name in ("mxfp4", "int4x2", "w4a8"))
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -58,8 +58,8 @@ def test_pairs_of_int4_are_mxfp4s_values_to_the_bit(dtype: torch.dtype) -> None:
     scale = scales[:, None].expand(-1, 16).contiguous()
     parts = {".weight_packed": packed, ".weight_scale": scale}
     wanted = mxfp4_dequantize(packed, scale, dtype)
-    kept = {f".weight{name}": tensor for name, tensor in MXFP4.kept["int4x2"](parts).items()}
-    for pairs in (kept, quantize_int4x2(wanted.float())):
+    kept = {f".weight{name}": tensor for name, tensor in INT4X2.takes["mxfp4"](parts).items()}
+    for pairs in (kept, INT4X2.quantize("w", wanted.float())):
         assert {name: (x.dtype, x.shape) for name, x in pairs.items()} == {
             ".weight_first": (torch.int32, (512, 2)),
             ".weight_second": (torch.int32, (512, 2)),
@@ -73,7 +73,7 @@ def test_w4a8_takes_the_best_clip() -> None:
     weight = torch.randn(64, 128) * torch.linspace(0.1, 3, 64)[:, None]
     weight[3, 5] = 40.0  # an outlier that is better clipped
     weight[7] = 0.0
-    parts = quantize_w4a8(weight, segments=16)
+    parts = W4A8.quantize("experts.0.w2.weight", weight)
     error = (W4A8.values(parts, torch.float32) - weight).square().sum(1)
     plain = weight.abs().amax(1, keepdim=True).clamp_min(1e-9) / 7
     unclipped = (torch.round(weight / plain).clamp(-8, 7) * plain - weight).square().sum(1)
@@ -88,8 +88,8 @@ def test_w4a8_takes_the_best_clip() -> None:
 
 
 def test_mxfp4_is_a_fixed_point() -> None:
-    once = MXFP4.values(quantize_mxfp4(torch.randn(8, 64)), torch.float32)
-    assert torch.equal(MXFP4.values(quantize_mxfp4(once), torch.float32), once)
+    once = MXFP4.values(MXFP4.quantize("w", torch.randn(8, 64)), torch.float32)
+    assert torch.equal(MXFP4.values(MXFP4.quantize("w", once), torch.float32), once)
 
 
 # --- whole checkpoints ---

@@ -20,6 +20,7 @@ from kimi_k3_npu.checkpoint.export import INDEX, export_tensors, write_checkpoin
 from kimi_k3_npu.checkpoint.manifest import load_manifest
 from kimi_k3_npu.checkpoint.names import normalise, published_name
 from kimi_k3_npu.checkpoint.reader import Checkpoint
+from kimi_k3_npu.formats import FORMATS
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
 from kimi_k3_npu.resources import resource_path
@@ -77,14 +78,14 @@ def test_packs_experts(oracle: Callable, tmp_path: Path) -> None:
     """Experts that were MXFP4 and were expanded are packed to the same values."""
     source = oracle("k3-mxfp4")
     expanded = source.load(source.folder, expert_weights="bf16")
-    folder = save(expanded, source.folder, tmp_path, mxfp4_experts=True)
+    folder = save(expanded, source.folder, tmp_path, experts=FORMATS["mxfp4"])
     assert Checkpoint.open(folder).entries.keys() == Checkpoint.open(source.folder).entries.keys()
     assert_same(load_model(folder, expert_weights="bf16").state_dict(), expanded.state_dict())
 
 
 def test_rounds_experts_to_mxfp4(oracle: Callable, tmp_path: Path) -> None:
     source, like = oracle("k3"), oracle("k3-mxfp4")
-    rounded = load_model(save(source.model, like.folder, tmp_path, mxfp4_experts=True), expert_weights="bf16")
+    rounded = load_model(save(source.model, like.folder, tmp_path, experts=FORMATS["mxfp4"]), expert_weights="bf16")
     for (name, weight), exact in zip(rounded.named_parameters(), source.model.parameters(), strict=True):
         if ".experts." in name:
             assert not torch.equal(weight, exact)

@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kimi_k3_npu.checkpoint.forms import MXFP4
 from kimi_k3_npu.checkpoint.manifest import Extent, TensorSpec, expand, load_manifest
 from kimi_k3_npu.checkpoint.names import NameMap, Target, normalise
 from kimi_k3_npu.checkpoint.plan import Assignment, LoadPlan, plan_loading, records_of
 from kimi_k3_npu.checkpoint.reader import Checkpoint
 from kimi_k3_npu.checkpoint.storage import Storage
 from kimi_k3_npu.config import KimiK3Config
+from kimi_k3_npu.formats import FORMATS, Format
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM
-from kimi_k3_npu.model.experts import ExpertForm
 from kimi_k3_npu.resources import resource_path
 
 if TYPE_CHECKING:
     from tests.conftest import Oracle
 
 Tensors = dict[str, TensorSpec]
+
+PLAIN, MXFP4 = FORMATS["plain"], FORMATS["mxfp4"]
 
 
 # --- the published checkpoint, at full size on the meta device ---
@@ -56,7 +57,7 @@ def published(k3: KimiK3ForCausalLM) -> Tensors:
 
 @pytest.fixture(scope="module")
 def plan(k3: KimiK3ForCausalLM, published: Tensors) -> LoadPlan:
-    return plan_loading(k3, published, Storage("mxfp4", MXFP4).names("mxfp4"))
+    return plan_loading(k3, published, Storage("mxfp4", MXFP4).names(MXFP4))
 
 
 def parameter(a: Assignment) -> str:
@@ -123,7 +124,7 @@ def test_the_experts_can_be_expanded_while_loading(published: Tensors, k3: KimiK
         model = KimiK3ForCausalLM(k3.config.with_text(num_hidden_layers=2, layer_kinds=("kda", "kda")))
     # of layers 0 and 1, and of what is not in a layer
     tensors = {name: spec for name, spec in published.items() if _layer(name) < 2}
-    plan = plan_loading(model, tensors, Storage("mxfp4", MXFP4).names("plain"))
+    plan = plan_loading(model, tensors, Storage("mxfp4", MXFP4).names(PLAIN))
     assert plan.faults == []
     experts = [a for a in plan.assignments if ".experts." in a.name]
     places = defaultdict(set)
@@ -164,16 +165,14 @@ def test_aliases_go_to_the_same_place(name: str) -> None:
 @pytest.mark.parametrize(
     ("folder", "storage", "kept"),
     [
-        ("k3", Storage("plain"), "plain"),
-        ("k3-vision", Storage("plain"), "plain"),
-        ("kimi-linear-flat", Storage("plain"), "plain"),
-        ("k3-mxfp4", Storage("mxfp4", MXFP4), "plain"),
-        ("k3-mxfp4", Storage("mxfp4", MXFP4), "mxfp4"),
+        ("k3", Storage("plain"), PLAIN),
+        ("k3-vision", Storage("plain"), PLAIN),
+        ("kimi-linear-flat", Storage("plain"), PLAIN),
+        ("k3-mxfp4", Storage("mxfp4", MXFP4), PLAIN),
+        ("k3-mxfp4", Storage("mxfp4", MXFP4), MXFP4),
     ],
 )
-def test_the_map_goes_both_ways(
-    oracle: Callable[[str], Oracle], folder: str, storage: Storage, kept: ExpertForm
-) -> None:
+def test_the_map_goes_both_ways(oracle: Callable[[str], Oracle], folder: str, storage: Storage, kept: Format) -> None:
     names = storage.names(kept)
     for name in Checkpoint.open(oracle(folder).folder).entries:
         target = names.target(name)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu import CheckpointError, KimiK3ForCausalLM, load_model
-from kimi_k3_npu.checkpoint.forms import W4A8
 from kimi_k3_npu.checkpoint.load import empty_model
 from kimi_k3_npu.checkpoint.plan import plan_loading
 from kimi_k3_npu.checkpoint.reader import Checkpoint
 from kimi_k3_npu.checkpoint.storage import read_storage
 from kimi_k3_npu.errors import LayoutError
-from kimi_k3_npu.model.experts import W4A8Experts
+from kimi_k3_npu.formats import FORMATS
+from kimi_k3_npu.model.experts import Experts
 from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
 from tests.checkpoint.corpus import EXPERT, LAYER, MOE, Draft
@@ -25,6 +25,8 @@ from tests.parallel.launch import launch
 
 if TYPE_CHECKING:
     from tests.conftest import Oracle
+
+W4A8 = FORMATS["w4a8"]
 
 TOLERANCE, BROKEN = 5e-4, 1e-2
 
@@ -92,10 +94,11 @@ def test_the_oracles_logits(oracle: Callable[[str], Oracle], expert_weights: str
 
 def test_experts_stay_packed(oracle: Callable[[str], Oracle]) -> None:
     """4 bits a weight, and two fp32 values an output."""
-    experts = [module for module in oracle("k3-w4a8").model.modules() if isinstance(module, W4A8Experts)]
+    experts = [module for module in oracle("k3-w4a8").model.modules() if isinstance(module, Experts)]
     config = oracle("k3-w4a8").model.config.text
     latent, inner, count = config.expert_hidden_size, config.moe_intermediate_size, config.num_experts
     held = [sum(p.nbytes for p in module.parameters()) for module in experts]
+    assert {module.format.name for module in experts} == {"w4a8"}
     assert held == [count * (3 * latent * inner // 2 + (2 * inner + latent) * 2 * 4)] * len(config.moe_layers)
 
 
@@ -205,7 +208,7 @@ def test_a_rank_reads_its_own_segments(oracle: Callable[[str], Oracle]) -> None:
     storage = read_storage(checkpoint, source.model.config)
     with torch.device("meta"):
         model = empty_model(source.model.config, checkpoint, Mesh.inspect(layout, 1), experts="w4a8")
-    found = {a.name: a.source for a in plan_loading(model, checkpoint.entries, storage.names("w4a8")).assignments}
+    found = {a.name: a.source for a in plan_loading(model, checkpoint.entries, storage.names(W4A8)).assignments}
     assert found[f"{EXPERT}w2.scale_bias"] == (slice(None), slice(4, 8))
     assert found[f"{EXPERT}w2.weight"] == (slice(None), slice(8, 16))
     assert found[f"{EXPERT}w2.weight_scale"] == (slice(None), slice(None))

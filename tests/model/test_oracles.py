@@ -82,10 +82,10 @@ def test_packed_and_expanded_mxfp4_experts(oracle: Callable[[str], Oracle]) -> N
     expected, folder = oracle("k3-mxfp4").expected, oracle("k3-mxfp4").folder
     packed = oracle("k3-mxfp4").load(folder, expert_weights="packed")
     expanded = oracle("k3-mxfp4").load(folder, expert_weights="bf16")
-    kinds = {type(module).__name__ for module in packed.modules() if isinstance(module, Experts)}
-    assert kinds == {"PackedExperts"}
-    kinds = {type(module).__name__ for module in expanded.modules() if isinstance(module, Experts)}
-    assert kinds == {"Experts"}
+    kinds = {module.format.name for module in packed.modules() if isinstance(module, Experts)}
+    assert kinds == {"mxfp4"}
+    kinds = {module.format.name for module in expanded.modules() if isinstance(module, Experts)}
+    assert kinds == {"plain"}
     assert_close(packed.score(expected.prompts), expected.logits)
     assert_close(expanded.score(expected.prompts), expected.logits)
     for a, b in zip(packed.score(expected.prompts), expanded.score(expected.prompts), strict=True):

@@ -141,31 +141,31 @@ def v_up(empty, s):
 
 @case
 def moe_experts(empty, s):
-    matrices = empty(held, 2 * I, L), empty(held, L, I)
-    return (*routed(empty, s), *matrices, 3 * held, *betas), [((s.T, L), BF16)]
+    matrices = [empty(held, 2 * I, L)], [empty(held, L, I)]
+    return (*routed(empty, s), *matrices, False, 3 * held, *betas), [((s.T, L), BF16)]
 
 
 @case
 def moe_experts_mxfp4(empty, s):
-    w13 = empty(held, 2 * I, L // 2, dtype=U8), empty(held, 2 * I, L // 32, dtype=U8)
-    w2 = empty(held, L, I // 2, dtype=U8), empty(held, L, I // 32, dtype=U8)
-    return (*routed(empty, s), *w13, *w2, 3 * held, *betas), [((s.T, L), BF16)]
+    w13 = [empty(held, 2 * I, L // 2, dtype=U8), empty(held, 2 * I, L // 32, dtype=U8)]
+    w2 = [empty(held, L, I // 2, dtype=U8), empty(held, L, I // 32, dtype=U8)]
+    return (*routed(empty, s), w13, w2, True, 3 * held, *betas), [((s.T, L), BF16)]
 
 
 @case
 def moe_experts_w4a8(empty, s):
     def matrix(N: int, K: int):
-        return empty(held, K, N // 8, dtype=INT32), empty(held, 1, N, dtype=INT64), empty(held, N, dtype=FP32)
+        return [empty(held, K, N // 8, dtype=INT32), empty(held, 1, N, dtype=INT64), empty(held, N, dtype=FP32)]
 
-    return (*routed(empty, s), *matrix(2 * I, L), *matrix(L, I), 3 * held, *betas), [((s.T, L), BF16)]
+    return (*routed(empty, s), matrix(2 * I, L), matrix(L, I), True, 3 * held, *betas), [((s.T, L), BF16)]
 
 
 @case
 def moe_experts_int4_group(empty, s):
     def matrix(N: int, K: int):
-        return [empty(held, K, N // 8, dtype=INT32) for _ in range(2)], empty(held, K // 32, N)
+        return [*(empty(held, K, N // 8, dtype=INT32) for _ in range(2)), empty(held, K // 32, N)]
 
-    return (*routed(empty, s), *matrix(2 * I, L), *matrix(L, I), current().soc != "a5", 3 * held, *betas), [
+    return (*routed(empty, s), matrix(2 * I, L), matrix(L, I), current().soc != "a5", 3 * held, *betas), [
         ((s.T, L), BF16)
     ]
 

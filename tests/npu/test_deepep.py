@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kimi_k3_npu.engines.sglang import symbols
 from kimi_k3_npu.engines.sglang.experts import DeepEP
-from kimi_k3_npu.model.experts import Experts, Int4PairExperts, PackedExperts, W4A8Experts
+from kimi_k3_npu.model.experts import Experts
 from kimi_k3_npu.ops.cases import INT8_ROWS_TWICE, MXFP8_ROWS
 from kimi_k3_npu.ops.device import Device, assume
 from kimi_k3_npu.ops.op import CHOSEN
@@ -107,7 +107,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 def share(whole: Experts, rank: int, ranks: int) -> Experts:
     """The experts of one rank of `ranks`."""
     layout = ParallelLayout(tp=ranks, ep=ranks, moe_dispatch="alltoall")
-    part = type(whole)(NARROW, Mesh.inspect(layout, rank), BF16)
+    part = Experts(NARROW, Mesh.inspect(layout, rank), BF16, whole.format)
     for name, parameter in part.named_parameters():
         parameter.data.copy_(whole.get_parameter(name)[part.first : part.first + len(parameter)])
     return part
@@ -119,19 +119,19 @@ def through_deepep(part: Experts, rank: int, ranks: int, given: tuple[Tensor, Te
     return dispatch(*given, part, T)
 
 
-#: Kind of experts, a device that has a grouped product of it, and how far that may be from the exact values.
-KINDS: dict[str, tuple[type[Experts], Device, str, float]] = {
-    "plain": (Experts, A3, "grouped_matmul", 0.01),
-    "w4a8": (W4A8Experts, A3, "grouped_matmul_w4a8", INT8_ROWS_TWICE.error),
-    "int4x2": (Int4PairExperts, A3, "grouped_matmul_int4", 0.01),
-    "mxfp4": (PackedExperts, A5, "grouped_matmul_mxfp4", MXFP8_ROWS.error),
+#: Format of the experts, a device that has a grouped product of it, and how far that may be from the exact values.
+KINDS: dict[str, tuple[Device, str, float]] = {
+    "plain": (A3, "grouped_matmul", 0.01),
+    "w4a8": (A3, "grouped_matmul_w4a8", INT8_ROWS_TWICE.error),
+    "int4x2": (A3, "grouped_matmul_int4", 0.01),
+    "mxfp4": (A5, "grouped_matmul_mxfp4", MXFP8_ROWS.error),
 }
 
 
-def case(kind: type[Experts]) -> tuple[Experts, tuple[Tensor, Tensor, Tensor]]:
+def case(kind: str) -> tuple[Experts, tuple[Tensor, Tensor, Tensor]]:
     torch.manual_seed(3)
     whole = filled(kind)
-    if kind is Experts:
+    if kind == "plain":
         for parameter in whole.parameters():
             parameter.data.copy_(torch.randn(parameter.shape) / 12)
     ids = torch.stack([torch.randperm(NARROW.num_experts)[:K] for _ in range(T)])
@@ -144,8 +144,8 @@ def case(kind: type[Experts]) -> tuple[Experts, tuple[Tensor, Tensor, Tensor]]:
 def test_rows_reach_the_grouped_products_and_return(
     name: str, ranks: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, device, kernel, tolerance = KINDS[name]
-    whole, given = case(kind)
+    device, kernel, tolerance = KINDS[name]
+    whole, given = case(name)
     wanted = whole(*given).float()
     monkeypatch.setattr(Dispatcher, "form", form)
     parts = [share(whole, rank, ranks) for rank in range(ranks)]
@@ -161,7 +161,7 @@ def test_rows_reach_the_grouped_products_and_return(
 @pytest.mark.parametrize("form", ["normal", "low latency"])
 def test_a_rank_that_no_row_reaches(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens choose experts of the first rank: the last has nothing but rows to spare, or nothing at all."""
-    whole, (z, weights, _) = case(Experts)
+    whole, (z, weights, _) = case("plain")
     given = (z, weights, torch.stack([torch.randperm(4)[:K] for _ in range(T)]))
     monkeypatch.setattr(Dispatcher, "form", form)
     parts = [share(whole, rank, 2) for rank in range(2)]

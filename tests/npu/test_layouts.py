@@ -14,8 +14,9 @@ from kimi_k3_npu import load_model
 from kimi_k3_npu.checkpoint.load import load_weights
 from kimi_k3_npu.checkpoint.reader import Checkpoint
 from kimi_k3_npu.checkpoint.storage import read_storage
-from kimi_k3_npu.model.experts import Experts, Int4PairExperts, PackedExperts, W4A8Experts
-from kimi_k3_npu.ops import experts, formats
+from kimi_k3_npu.formats import FORMATS
+from kimi_k3_npu.model.experts import Experts
+from kimi_k3_npu.ops import experts, nz
 from kimi_k3_npu.ops.cases import INT8_ROWS_TWICE, MXFP8_ROWS, Tolerance
 from kimi_k3_npu.ops.device import Device, assume, parse_cann
 from kimi_k3_npu.ops.experts_int4 import w4a8_bias
@@ -44,19 +45,19 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     fresh()
     CHOSEN.clear()
-    for module in (experts, formats):
+    for module in (experts, nz):
         monkeypatch.setattr(module, "is_nz", lambda weight: nz_tiles(weight) is not None)
 
 
-def filled(kind: type[Experts]) -> Experts:
+def filled(kind: str) -> Experts:
     """Any bytes are codes; scales and what completes W4A8 have to be right."""
-    layer = kind(NARROW, Mesh(), BF16)
+    layer = Experts(NARROW, Mesh(), BF16, FORMATS[kind])
     for name, parameter in layer.named_parameters():
         if name.endswith("_scale"):
-            parameter.data.copy_(torch.randint(118, 120, parameter.shape) if kind is PackedExperts else 2**-5)
+            parameter.data.copy_(torch.randint(118, 120, parameter.shape) if kind == "mxfp4" else 2**-5)
         elif not name.endswith("_bias"):
             parameter.data.view(torch.uint8).random_(0, 256)
-    if isinstance(layer, W4A8Experts):
+    if kind == "w4a8":
         for matrix in ("w13", "w2"):
             codes, scale = (layer.get_parameter(matrix + part) for part in ("", "_scale"))
             layer.get_parameter(f"{matrix}_bias").data.copy_(w4a8_bias(codes, scale))
@@ -72,14 +73,14 @@ def visit(layer: Experts) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "device", "kernel", "tolerance"),
     [
-        (W4A8Experts, A2, ("moe_experts_w4a8", "grouped_matmul_w4a8"), INT8_ROWS_TWICE),
-        (W4A8Experts, A3, ("moe_experts_w4a8", "grouped_matmul_w4a8"), INT8_ROWS_TWICE),
-        (PackedExperts, A5, ("moe_experts_mxfp4", "grouped_matmul_mxfp4"), MXFP8_ROWS),
+        ("w4a8", A2, ("moe_experts_w4a8", "grouped_matmul_w4a8"), INT8_ROWS_TWICE),
+        ("w4a8", A3, ("moe_experts_w4a8", "grouped_matmul_w4a8"), INT8_ROWS_TWICE),
+        ("mxfp4", A5, ("moe_experts_mxfp4", "grouped_matmul_mxfp4"), MXFP8_ROWS),
     ],
     ids=["W4A8 on a2", "W4A8 on a3", "MXFP4 on a5"],
 )
 def test_the_product_runs_on_what_is_laid_out(
-    kind: type[Experts], device: Device, kernel: tuple[str, str], tolerance: Tolerance
+    kind: str, device: Device, kernel: tuple[str, str], tolerance: Tolerance
 ) -> None:
     layer = filled(kind)
     wanted = visit(layer).float()
@@ -99,10 +100,10 @@ def test_the_product_runs_on_what_is_laid_out(
 
 @pytest.mark.parametrize(
     ("kind", "device"),
-    [(W4A8Experts, A5), (PackedExperts, A3), (Int4PairExperts, A5)],
+    [("w4a8", A5), ("mxfp4", A3), ("int4x2", A5)],
     ids=["W4A8 on a5", "MXFP4 on a3", "int4x2 on a5"],
 )
-def test_what_no_product_takes_stays_as_it_is(kind: type[Experts], device: Device) -> None:
+def test_what_no_product_takes_stays_as_it_is(kind: str, device: Device) -> None:
     layer = filled(kind)
     before = dict(layer.named_parameters())
     with on_cpu(), assume(device):
@@ -119,7 +120,7 @@ def another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", [A2, A3], ids=["a2", "a3"])
 def test_int4x2_is_laid_out_in_the_order_of_the_device(device: Device, another_order: None) -> None:
-    layer, other = filled(Int4PairExperts), filled(Int4PairExperts)
+    layer, other = filled("int4x2"), filled("int4x2")
     wanted, wanted_other = visit(layer).float(), visit(other).float()
     with on_cpu(), assume(device):
         layer.prepare()
@@ -158,10 +159,10 @@ def test_one_order_in_files_whatever_the_device_packs(oracle: Callable[[str], Or
 
 @pytest.mark.parametrize(
     ("kind", "device", "stays"),
-    [(W4A8Experts, A2, True), (W4A8Experts, A3, True), (PackedExperts, A3, True), (PackedExperts, A5, False)],
+    [("w4a8", A2, True), ("w4a8", A3, True), ("mxfp4", A3, True), ("mxfp4", A5, False)],
     ids=["W4A8 on a2", "W4A8 on a3", "MXFP4 on a3", "MXFP4 on a5"],
 )
-def test_what_is_laid_out_again_is_written_over_the_former(kind: type[Experts], device: Device, stays: bool) -> None:
+def test_what_is_laid_out_again_is_written_over_the_former(kind: str, device: Device, stays: bool) -> None:
     """Captured graphs read it there. On an A5 nothing can be copied into NZ, and the engine captures them again."""
     layer, other = filled(kind), filled(kind)
     wanted = visit(other).float()

@@ -28,12 +28,12 @@ from kimi_k3_npu.ops.experts_int4 import (
     w4a8_bias,
     w4a8_matrix,
 )
-from kimi_k3_npu.ops.nz import as_nz
 from kimi_k3_npu.ops.grouped import expand, grouped_matmul
 from kimi_k3_npu.ops.int4 import pack_rows
 from kimi_k3_npu.ops.kda import kda_gate, l2_norm
 from kimi_k3_npu.ops.kda_chunk import kda_chunk
 from kimi_k3_npu.ops.norm import add_rms_norm, rms_norm
+from kimi_k3_npu.ops.nz import as_nz
 from kimi_k3_npu.ops.op import CHOSEN, OPS
 from kimi_k3_npu.ops.quant import mxfp4_dequantize, mxfp4_quantize
 from kimi_k3_npu.ops.quant_linear import dynamic_quant_int8, prepare_w8a8, w8a8_linear
@@ -347,7 +347,7 @@ def as_mxfp8(rows: Tensor) -> Tensor:
 def test_experts(T: int, first: int, held: int, dtype: torch.dtype, betas: tuple[float | None, float | None]):
     x, weights, ids = routed(T, dtype)
     w13, w2 = (torch.randn(held, 2 * I, H) / 8).to(dtype), (torch.randn(held, H, I) / 8).to(dtype)
-    arguments = (x, weights, ids, w13, w2, first, *betas)
+    arguments = (x, weights, ids, [w13], [w2], False, first, *betas)
     # Both round gate_up, the activation and each expert's result; here the weights are rounded too.
     close(moe_experts.npu(*arguments), moe_experts.reference(*arguments), 6 * ROUNDING if dtype == BF16 else 1e-5)
     assert calls["npu_grouped_matmul"] == 2 * bool(T)
@@ -358,7 +358,7 @@ def test_nan_of_one_token_stays_with_it():
     x[7] = torch.nan
     w13, w2 = torch.randn(2, 2 * I, H), torch.randn(2, H, I)
     for first in (0, 2, 40):
-        out = moe_experts.npu(x, weights, ids, w13, w2, first, *BETAS)
+        out = moe_experts.npu(x, weights, ids, [w13], [w2], False, first, *BETAS)
         others = [t for t in range(20) if t != 7]
         assert out[others].isfinite().all()
         hit = ((ids[7] >= first) & (ids[7] < first + 2)).any()
@@ -373,8 +373,8 @@ def test_mxfp4_experts_on_a5(T: int, first: int, held: int):
     w13, w13_scale = mxfp4_quantize(torch.randn(held, 2 * inner, width) / 8)
     w2, w2_scale = mxfp4_quantize(torch.randn(held, width, inner) / 8)
     with assume(A5):
-        tiled = (as_nz.npu(w13, True), w13_scale, as_nz.npu(w2, True), w2_scale)
-        arguments = (x, weights, ids, *tiled, first, *BETAS)
+        tiled = [as_nz.npu(w13, True), w13_scale], [as_nz.npu(w2, True), w2_scale]
+        arguments = (x, weights, ids, *tiled, True, first, *BETAS)
         want = moe_experts_mxfp4.reference(*arguments)
         out = moe_experts_mxfp4.npu(*arguments)
         assert calls["npu_dynamic_mx_quant"] == 2 * bool(T)
@@ -382,10 +382,11 @@ def test_mxfp4_experts_on_a5(T: int, first: int, held: int):
         matrices = mxfp4_dequantize(w13, w13_scale, FP32), mxfp4_dequantize(w2, w2_scale, FP32)
         close(out, with_rounded_rows(x, weights, ids, *matrices, first, as_mxfp8), 6 * ROUNDING)
         CHOSEN.clear()
-        moe_experts_mxfp4.npu(x, weights, ids, w13, w13_scale, w2, w2_scale, first, *BETAS)
+        plain = (x, weights, ids, [w13, w13_scale], [w2, w2_scale], False, first, *BETAS)
+        moe_experts_mxfp4.npu(*plain)
         assert chosen("moe_experts_mxfp4") == "composed"  # not in NZ
     CHOSEN.clear()
-    close(moe_experts_mxfp4.npu(x, weights, ids, w13, w13_scale, w2, w2_scale, first, *BETAS), want, 0)
+    close(moe_experts_mxfp4.npu(*plain), want, 0)
     assert chosen("moe_experts_mxfp4") == "composed"  # an A3
 
 
@@ -400,22 +401,22 @@ def w4a8(held: int, N: int, K: int, parts: int) -> tuple[Tensor, Tensor, Tensor]
 @pytest.mark.parametrize("T", [0, 1, 20])
 def test_w4a8_experts(T: int, first: int, held: int):
     x, weights, ids = routed(T, BF16)
-    published = (*w4a8(held, 2 * I, H, 1), *w4a8(held, H, I, 16))
+    published = [*w4a8(held, 2 * I, H, 1)], [*w4a8(held, H, I, 16)]
     with on_cpu():
-        prepared = (*prepare_w4a8(*published[:3]), *prepare_w4a8(*published[3:]))
-    want = moe_experts_w4a8.reference(x, weights, ids, *published, first, *BETAS)
-    close(moe_experts_w4a8.reference(x, weights, ids, *prepared, first, *BETAS), want, 0)
-    out = moe_experts_w4a8.npu(x, weights, ids, *prepared, first, *BETAS)
+        prepared = [[*prepare_w4a8(*matrix)] for matrix in published]
+    want = moe_experts_w4a8.reference(x, weights, ids, *published, False, first, *BETAS)
+    close(moe_experts_w4a8.reference(x, weights, ids, *prepared, True, first, *BETAS), want, 0)
+    out = moe_experts_w4a8.npu(x, weights, ids, *prepared, True, first, *BETAS)
     close(out, want, 2**-4)  # rows are rounded to 1/254 of their largest, twice
     matrices = [
-        torch.stack([w4a8_matrix(codes, scale, FP32) for codes, scale in zip(*matrix, strict=True)])
-        for matrix in (published[:2], published[3:5])
+        torch.stack([w4a8_matrix(codes, scale, FP32) for codes, scale in zip(*matrix[:2], strict=True)])
+        for matrix in published
     ]
     close(out, with_rounded_rows(x, weights, ids, *matrices, first, as_int8), 6 * ROUNDING)
     # Of one expert there is one count, and the operator takes no list of one count.
     assert calls["npu_grouped_matmul"] == 2 * (T > 0 and held > 1)
     CHOSEN.clear()
-    close(moe_experts_w4a8.npu(x, weights, ids, *published, first, *BETAS), want, 0)
+    close(moe_experts_w4a8.npu(x, weights, ids, *published, False, first, *BETAS), want, 0)
     assert chosen("moe_experts_w4a8") == "composed"
 
 
@@ -458,11 +459,11 @@ def test_mxfp4_experts_as_two_int4(T: int, first: int, held: int, order: str, mo
     monkeypatch.setattr(experts_emulation, "nibble_order", ORDERS[order])
     x, weights, ids = routed(T, BF16)
     w13, w2 = mxfp4_quantize(torch.randn(held, 2 * I, H) / 8), mxfp4_quantize(torch.randn(held, H, I) / 8)
-    matrices = [part for matrix in (w13, w2) for part in prepare_mxfp4_as_int4(*matrix, BF16)]
-    want = moe_experts_mxfp4.reference(x, weights, ids, *w13, *w2, first, *BETAS)
+    matrices = [[*codes, scale] for codes, scale in (prepare_mxfp4_as_int4(*matrix, BF16) for matrix in (w13, w2))]
+    want = moe_experts_mxfp4.reference(x, weights, ids, w13, w2, False, first, *BETAS)
     close(moe_experts_int4_group.reference(x, weights, ids, *matrices, False, first, *BETAS), want, 0)
     with on_cpu():
-        laid_out = [[int4_layout(part, BF16) for part in x] if isinstance(x, list) else x for x in matrices]
+        laid_out = [[*(int4_layout(part, BF16) for part in codes), scale] for *codes, scale in matrices]
     assert torch.equal(matrices[0][0], laid_out[0][0]) is (order == "as in files" or not held)
     close(moe_experts_int4_group.npu(x, weights, ids, *laid_out, True, first, *BETAS), want, 8 * ROUNDING)
     assert calls["npu_grouped_matmul"] == 4 * bool(T)
@@ -474,7 +475,7 @@ def test_mxfp4_experts_as_two_int4(T: int, first: int, held: int, order: str, mo
 def test_what_is_laid_out_for_int4_products_is_never_read_otherwise():
     x, weights, ids = routed(2, FP32)
     w13, w2 = mxfp4_quantize(torch.randn(E, 2 * I, H)), mxfp4_quantize(torch.randn(E, H, I))
-    matrices = [part for matrix in (w13, w2) for part in prepare_mxfp4_as_int4(*matrix, FP32)]
+    matrices = [[*codes, scale] for codes, scale in (prepare_mxfp4_as_int4(*matrix, FP32) for matrix in (w13, w2))]
     with on_cpu():
         assert int4_layout(matrices[0][0], FP32) is matrices[0][0]  # no product takes rows of fp32
         with assume(Device("a5", parse_cann("9.1"))):

@@ -138,7 +138,7 @@ def test_router_and_experts(betas: tuple[float | None, float | None]) -> None:
     single = [tensor.float().requires_grad_() for tensor in inputs]
     shares, ids = route(single[1], bias, top_k, 1, 1, True, scaling, True)
     assert ids.sort().values.tolist() == chosen.sort().values.tolist()
-    out = moe_experts(single[0], shares, ids, single[2], single[3], 0, *betas)
+    out = moe_experts(single[0], shares, ids, [single[2]], [single[3]], False, 0, *betas)
     (out * weight.float()).sum().backward()
     assert_gradients([tensor.grad for tensor in single], finite_differences(expected, inputs))
     idle = visits.sum(0) == 0

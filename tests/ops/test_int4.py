@@ -119,15 +119,15 @@ def test_experts_are_those_of_the_expanded_matrices(T: int) -> None:
     held, rest = slice(1, 4), (1, 4.0, 25.0)
 
     def check(out: Tensor, *matrices: Tensor) -> None:
-        torch.testing.assert_close(out, moe_experts(*routed, *(matrix[held] for matrix in matrices), *rest))
+        torch.testing.assert_close(out, moe_experts(*routed, *([matrix[held]] for matrix in matrices), False, *rest))
 
     scales = torch.rand(E, 2 * I, 1) / 8, torch.rand(E, H, 1) / 8
-    published = [part[held] for c, scale in zip(codes, scales, strict=True) for part in (pack_rows(c), scale, scale)]
-    check(moe_experts_w4a8(*routed, *published, *rest), *(c * scale for c, scale in zip(codes, scales, strict=True)))
+    w4a8 = [[part[held] for part in (pack_rows(c), scale, scale)] for c, scale in zip(codes, scales, strict=True)]
+    check(moe_experts_w4a8(*routed, *w4a8, False, *rest), *(c * scale for c, scale in zip(codes, scales, strict=True)))
 
     published = [mxfp4_quantize(torch.randn(E, 2 * I, H) / 8), mxfp4_quantize(torch.randn(E, H, I) / 8)]
-    pairs = [part for matrix in published for part in prepare_mxfp4_as_int4(*(x[held] for x in matrix), torch.float32)]
-    out = moe_experts_int4_group(*routed, *pairs, False, *rest)
+    pairs = [prepare_mxfp4_as_int4(*(x[held] for x in matrix), torch.float32) for matrix in published]
+    out = moe_experts_int4_group(*routed, *([*codes, scale] for codes, scale in pairs), False, *rest)
     check(out, *(mxfp4_dequantize(*matrix, torch.float32) for matrix in published))
 
 

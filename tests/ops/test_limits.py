@@ -12,11 +12,11 @@ from kimi_k3_npu.ops import (
     attention,
     experts,
     experts_int4,
-    formats,
     grouped,
     kda,
     kda_chunk,
     norm,
+    nz,
     quant_linear,
     residual,
     routing,
@@ -43,7 +43,7 @@ EXPANDED = attention.Expanded(520, 9500, 2, 96, (192, 128), BF16, A3)
 VISIT = grouped.Visit(16, 16, 14, 42, 3584, 3072, BF16, A3)
 MXFP4 = experts.Mxfp4Visit(replace(VISIT, device=A5), nz=True)
 INT4 = experts_int4.Int4Visit(VISIT, prepared=True)
-CAST = formats.Cast(3584, 3072, False, A3)
+CAST = nz.Cast(3584, 3072, False, A3)
 ROWS = quant_linear.Rows(16, 2, BF16, A3)
 LINEAR = quant_linear.Linear(16, 7168, 12288, BF16, FP32, A3)
 
@@ -108,8 +108,8 @@ REFUSED: list[tuple[Any, Any, dict[str, Any], str]] = [
     ),
     (experts_int4.moe_experts_w4a8, INT4, {"visit": replace(VISIT, width=18440)}, "H = 18440, must be at most 18432"),
     (experts_int4.moe_experts_int4_group, INT4, {"visit": replace(VISIT, dtype=FP32)}, "x is torch.float32"),
-    (formats.as_nz, CAST, {"fp4": True}, "a3 has no 4-bit floats, only a5 has"),
-    (formats.as_nz, CAST, {"rows": 24}, "24 rows of 3072 bytes are not whole tiles of 16 rows of 32"),
+    (nz.as_nz, CAST, {"fp4": True}, "a3 has no 4-bit floats, only a5 has"),
+    (nz.as_nz, CAST, {"rows": 24}, "24 rows of 3072 bytes are not whole tiles of 16 rows of 32"),
     (quant_linear.dynamic_quant_int8, ROWS, {"dims": 1}, "x has 1 dimension, must have 2 or more"),
     (quant_linear.w8a8_linear, LINEAR, {"outputs": 67584}, "O = 67584, must be below 65536; shard or split the layer"),
     (quant_linear.w8a8_linear, LINEAR, {"scale_dtype": BF16}, "scale is torch.bfloat16, must be float32"),

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, einsum
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kimi_k3_npu.ops import attention as attention_module
 from kimi_k3_npu.ops import kda, kda_chunk
@@ -202,6 +203,11 @@ def dense_experts(x: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tens
     return out
 
 
+def listed(x: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """The arguments of the operator: each matrix is a list of the tensors that hold it."""
+    return x, weights, ids, [w13], [w2], False, *rest
+
+
 @pytest.mark.parametrize("betas", [(4.0, 25.0), (4.0, None), (None, None)])
 @pytest.mark.parametrize("T", [0, 1, 2, FEW_TOKENS, FEW_TOKENS + 1, 40])
 @pytest.mark.parametrize("compiling", [False, True])
@@ -211,14 +217,15 @@ def test_experts(
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     x, weights, ids = torch.randn(T, 8), torch.rand(T, 3), torch.rand(T, 6).argsort(dim=-1)[:, :3]
     w13, w2 = expert_weights(6, 5, 8)
-    assert_close(moe_experts(x, weights, ids, w13, w2, 0, *betas), dense_experts(x, weights, ids, w13, w2, 0, *betas))
+    args = (x, weights, ids, w13, w2, 0, *betas)
+    assert_close(moe_experts(*listed(*args)), dense_experts(*args))
 
 
 def test_all_tokens_to_one_expert() -> None:
     x, weights, ids = torch.randn(20, 8), torch.rand(20, 1), torch.full((20, 1), 4)
     w13, w2 = expert_weights(6, 5, 8)
     args = (x, weights, ids, w13, w2, 0, 4.0, 25.0)
-    assert_close(moe_experts(*args), dense_experts(*args))
+    assert_close(moe_experts(*listed(*args)), dense_experts(*args))
 
 
 @pytest.mark.parametrize("T", [FEW_TOKENS, 20])
@@ -229,30 +236,32 @@ def test_experts_held_elsewhere_contribute_nothing(T: int, compiling: bool, monk
     x, weights, ids = torch.randn(T, 8), torch.rand(T, 3), torch.rand(T, 8).argsort(dim=-1)[:, :3]
     w13, w2 = expert_weights(8, 5, 8)
     part = (x, weights, ids, w13[2:5], w2[2:5], 2, 4.0, 25.0)
-    assert_close(moe_experts(*part), dense_experts(*part))
+    assert_close(moe_experts(*listed(*part)), dense_experts(*part))
     elsewhere = (ids < 2) | (ids > 4)
-    assert not moe_experts(*part)[elsewhere.all(dim=1)].any()
-    shares = [moe_experts(x, weights, ids, w13[a:b], w2[a:b], a, 4.0, 25.0) for a, b in ((0, 2), (2, 5), (5, 8))]
-    assert_close(sum(shares[1:], shares[0]), moe_experts(x, weights, ids, w13, w2, 0, 4.0, 25.0))
+    assert not moe_experts(*listed(*part))[elsewhere.all(dim=1)].any()
+    shares = [
+        moe_experts(x, weights, ids, [w13[a:b]], [w2[a:b]], False, a, 4.0, 25.0) for a, b in ((0, 2), (2, 5), (5, 8))
+    ]
+    assert_close(sum(shares[1:], shares[0]), moe_experts(x, weights, ids, [w13], [w2], False, 0, 4.0, 25.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_experts_are_the_plain_ones(dtype: torch.dtype) -> None:
     """Bit for bit: MXFP4 values are exact in both dtypes, and the same products follow."""
     E, I, H = 5, 32, 64
-    packed = {
-        "w13_packed": torch.randint(256, (E, 2 * I, H // 2), dtype=torch.uint8),
-        "w13_scale": torch.randint(118, 126, (E, 2 * I, H // 32), dtype=torch.uint8),
-        "w2_packed": torch.randint(256, (E, H, I // 2), dtype=torch.uint8),
-        "w2_scale": torch.randint(118, 126, (E, H, I // 32), dtype=torch.uint8),
-    }
-    w13 = mxfp4_dequantize(packed["w13_packed"], packed["w13_scale"], dtype)
-    w2 = mxfp4_dequantize(packed["w2_packed"], packed["w2_scale"], dtype)
+    packed = [
+        [
+            torch.randint(256, (E, N, K // 2), dtype=torch.uint8),
+            torch.randint(118, 126, (E, N, K // 32), dtype=torch.uint8),
+        ]
+        for N, K in ((2 * I, H), (H, I))
+    ]
+    w13, w2 = (mxfp4_dequantize(*matrix, dtype) for matrix in packed)
     x, weights = torch.randn(9, H).to(dtype), torch.rand(9, 2)
     ids = torch.rand(9, 8).argsort(dim=-1)[:, :2] + 1
-    out = moe_experts_mxfp4(x, weights, ids, *packed.values(), 2, 4.0, 25.0)
+    out = moe_experts_mxfp4(x, weights, ids, *packed, False, 2, 4.0, 25.0)
     assert out.dtype == dtype
-    assert torch.equal(out, moe_experts(x, weights, ids, w13, w2, 2, 4.0, 25.0))
+    assert torch.equal(out, moe_experts(x, weights, ids, [w13], [w2], False, 2, 4.0, 25.0))
 
 
 # --- attention ---
@@ -359,11 +368,11 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "mix_residuals": lambda: (torch.randn(T, H), torch.randn(T, 3, H), torch.randn(H), 1e-5),
     "route": lambda: (torch.randn(T, 8), torch.randn(8), 2, 2, 1, True, 2.5, True),
     "situ_and_mul": lambda: (torch.randn(T, 2 * I), 4.0, 25.0),
-    "moe_experts": lambda: (*_routed(), *expert_weights(E, I, H), 0, 4.0, 25.0),
+    "moe_experts": lambda: listed(*_routed(), *expert_weights(E, I, H), 0, 4.0, 25.0),
     "moe_experts_mxfp4": lambda: (
         *_routed(),
-        *(_bytes(E, 2 * I, H // 2), _bytes(E, 2 * I, H // 32), _bytes(E, H, I // 2), _bytes(E, H, I // 32)),
-        *(0, 4.0, 25.0),
+        *([_bytes(E, N, K // 2), _bytes(E, N, K // 32)] for N, K in ((2 * I, H), (H, I))),
+        *(False, 0, 4.0, 25.0),
     ),
     "causal_attention": lambda: (
         *(torch.randn(T, h, K), torch.randn(T + 3, h, K), torch.randn(T + 3, h, V)),
@@ -402,7 +411,7 @@ def test_opcheck(name: str) -> None:
 def test_fake_tensors_have_the_real_shapes(name: str) -> None:
     args = SAMPLES[name]()
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        fake = tree_map_only(Tensor, mode.from_tensor, args)
         if name in DATA_DEPENDENT:
             with pytest.raises(DataDependentOutputException):
                 operator(name)(*fake)
@@ -416,7 +425,7 @@ def test_fake_tensors_have_the_real_shapes(name: str) -> None:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_inputs_are_neither_changed_nor_returned(name: str) -> None:
     args = SAMPLES[name]()
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     before = [tensor.clone() for tensor in tensors]
     out = operator(name)(*args)
     assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))

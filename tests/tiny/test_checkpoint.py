@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ from kimi_k3_npu.checkpoint.verify import verify
 from kimi_k3_npu.engines.offline import open_engine
 from kimi_k3_npu.evaluation.answers import EngineAnswers
 from kimi_k3_npu.evaluation.gsm import Marked, differing, mark, read_problems
-from kimi_k3_npu.model import delta_rule, experts
-from kimi_k3_npu.ops.experts import by_expert
+from kimi_k3_npu.formats import FORMATS
+from kimi_k3_npu.model import delta_rule
+from kimi_k3_npu.ops.experts import ExpertCall, by_expert
 from kimi_k3_npu.ops.experts_int4 import w4a8_matrix
 from kimi_k3_npu.ops.kda import kda_gate
-from kimi_k3_npu.ops.situ import gated_activation
 from kimi_k3_npu.recipes.offline import BatchSettings
 from kimi_k3_npu.resources import resource_path
 from kimi_k3_npu.tokenizer import load_tokenizer
@@ -117,23 +118,25 @@ def test_w4a8_with_rows_rounded_to_int8(
     """As an NPU computes it; the reference leaves the rows as they are. Costs under 5 points."""
     prompt = [torch.arange(256)]
     exact = load_model(converted("w4a8")).score(prompt)[0]
-    monkeypatch.setattr(experts, "moe_experts_w4a8", w4a8_on_int8_rows)
+    monkeypatch.setattr(type(FORMATS["w4a8"]), "product", staticmethod(w4a8_on_int8_rows))
     assert not torch.equal(load_model(converted("w4a8")).score(prompt)[0], exact)
     assert share_right(answers(converted("w4a8"))) > share_right(answers(TINY)) - 0.05
 
 
-def w4a8_on_int8_rows(
-    x: Tensor, weights: Tensor, ids: Tensor,
-    w13: Tensor, w13_scale: Tensor, w13_bias: Tensor, w2: Tensor, w2_scale: Tensor, w2_bias: Tensor,
-    first: int, beta: float | None, linear_beta: float | None,
-) -> Tensor:  # fmt: skip
+class Int8Rows(ExpertCall):
+    def activation(self, gate_up: Tensor) -> Tensor:
+        return int8_rows(super().activation(gate_up))
+
+
+def w4a8_on_int8_rows(*arguments: Any) -> Tensor:
     """`moe_experts_w4a8` with the rows of each product rounded to int8, under one scale a row."""
+    call = Int8Rows(*arguments)
+    call = call._replace(x=int8_rows(call.x))
 
-    def expert(e: int, rows: Tensor) -> Tensor:
-        upper, lower = w4a8_matrix(w13[e], w13_scale[e], x.dtype), w4a8_matrix(w2[e], w2_scale[e], x.dtype)
-        return int8_rows(gated_activation(int8_rows(rows) @ upper.t(), beta, linear_beta)) @ lower.t()
+    def matrices(e: int) -> Iterator[Tensor]:
+        return (w4a8_matrix(codes[e], scale[e], call.x.dtype) for codes, scale, _ in (call.w13, call.w2))
 
-    return by_expert(x, weights, ids, first, w13.shape[0], expert)
+    return by_expert(call, len(call.w13[0]), matrices)
 
 
 def int8_rows(x: Tensor) -> Tensor:

@@ -76,9 +76,9 @@ def install() -> None:
     if not path:
         return
     from kimi_k3_npu.engines.sglang.model import KimiK3ForSGLang
-    from kimi_k3_npu.model import experts
+    from kimi_k3_npu.formats import PLAIN
 
-    experts.moe_experts = static_experts
+    type(PLAIN).product = staticmethod(static_experts)
     forward = KimiK3ForSGLang.forward
     report = {"passes": 0, "operators": 0, "found": []}
 
@@ -106,10 +106,11 @@ def install() -> None:
     KimiK3ForSGLang.forward = watched
 
 
-def static_experts(x, weights, ids, w13, w2, first_expert, beta, linear_beta):
+def static_experts(x, weights, ids, w13, w2, laid_out, first_expert, beta, linear_beta):
     """The routed experts with static shapes, as the NPU's grouped kernels have them: every expert on every row."""
     from kimi_k3_npu.ops.situ import gated_activation
 
+    (w13,), (w2,) = w13, w2
     total = torch.zeros_like(x, dtype=torch.float32)
     for e in range(w13.shape[0]):
         share = (weights * (ids == first_expert + e)).sum(dim=-1, keepdim=True)
