@@ -9,4 +9,4 @@ MOST_OF_HARDWARE, LEAST_OF_HARDWARE = 1e6, 1e-6
 #: Megabytes of a buffer.
 MOST_MB = 2**20
 #: At this temperature every token is as likely as any other.
-MOST_TEMPERATURE = 1e3
+MOST_TEMPERATURE = 1e6

@@ -8,6 +8,7 @@ features, so there the keys of those features may be absent and mean "off".
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +89,9 @@ class KimiK3Config:
             **ids,
         )
         for name, value in ids.items():
-            check_token_ids(name, value, config.text.vocab_size, several=name == "eos_token_id")
+            is_used = config.vision is not None or name != "media_placeholder_token_id"
+            size = config.text.vocab_size if is_used else sys.maxsize
+            check_token_ids(name, value, size, several=name == "eos_token_id")
         if config.quantization:
             check_expert_groups(config.text, config.quantization)
         if config.vision:

@@ -82,10 +82,13 @@ class Recorder:
         self.is_whole_suite, self._some_left_out = False, False
         self._launched: list[tuple[str, str, int]] = []
         add, run = op.Op.add, op.Choice.run
+        bare: dict[Callable, Callable] = {}
 
         def add_recorded(operator: Any, kernel: Any) -> None:
-            launch = getattr(kernel.launch, "__wrapped__", kernel.launch)  # two operators may share a function
-            add(operator, replace(kernel, launch=self._recorded(operator.name, kernel.name, launch)))
+            launch = bare.get(kernel.launch, kernel.launch)  # two operators may share a function
+            recorded = self._recorded(operator.name, kernel.name, launch)
+            bare[recorded] = launch
+            add(operator, replace(kernel, launch=recorded))
 
         def run_noted(choice: Any, *arguments: Any) -> Any:
             """The dispatch of experts is chosen as kernels are, but is no operator of torch."""
