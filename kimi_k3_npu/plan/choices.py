@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from kimi_k3_npu.config import TextConfig
 from kimi_k3_npu.errors import LayoutError
+from kimi_k3_npu.formats import FORMATS
 from kimi_k3_npu.model.cache import ModelCache
 from kimi_k3_npu.model.decoder import DecoderLayer
-from kimi_k3_npu.model.experts import EXPERTS, ExpertForm
+from kimi_k3_npu.model.experts import Experts
 from kimi_k3_npu.model.mlp import MLP
 from kimi_k3_npu.model.moe import DispatchedMoE, LatentMoE
 from kimi_k3_npu.ops.device import Device, assume
@@ -137,13 +138,14 @@ def weight_kernels(config: TextConfig, now: Situation) -> list[LayerKernel]:
     """
     recorder = _recorded(config, now)
     recorder.rows.clear()
-    for form in get_args(ExpertForm):
-        recorder.run_experts(form)
+    for name, format in FORMATS.items():
+        if format.kept:
+            recorder.run_experts(name)
     recorder.ask_for_int8()
     return recorder.table
 
 
-def expert_kernel(config: TextConfig, now: Situation, form: ExpertForm) -> LayerKernel | None:
+def expert_kernel(config: TextConfig, now: Situation, form: str) -> LayerKernel | None:
     """The kernel of the routed experts in `form`; None for a model without any. Raises LayoutError."""
     recorder = _recorded(config, now)
     recorder.rows.clear()
@@ -206,14 +208,14 @@ class _Recorder(TorchFunctionMode):
         with self._on_device(), self._watched(index, layer), self:
             layer(prefix, bank, Batch(cache, *sizes, decodes=decodes), [tokens] * self.now.layout.dp)
 
-    def run_experts(self, form: ExpertForm) -> None:
+    def run_experts(self, form: str) -> None:
         """The routed experts in `form`, for the rows that plain ones got, laid out as they are after loading."""
         if not self._experts:
             return
         self.block, self.phase = "MoE", "any"
         with self._on_device(), torch.device("meta"), self:
             try:
-                experts = EXPERTS[form](self.config, self.mesh, self.now.dtype)
+                experts = Experts(self.config, self.mesh, self.now.dtype, FORMATS[form])
             except LayoutError as error:  # this form alone: its groups do not split like the others' matrices
                 self._add(f"moe_experts, {form}", "any", self._expert_shape, None, {"all": str(error)})
                 return
