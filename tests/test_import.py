@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from collections.abc import Container
+from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
+
+import kimi_k3_npu
 
 HEAVY = ("transformers", "sglang", "vllm", "torch_npu")
 
@@ -48,7 +54,30 @@ def test_no_torch(module: str) -> None:
 
 
 def test_unknown_name() -> None:
-    import kimi_k3_npu
-
     with pytest.raises(AttributeError, match="no attribute 'load_modle'"):
         kimi_k3_npu.load_modle  # noqa: B018
+
+
+def test_no_import_cycle() -> None:
+    """Nor one that imports inside of functions hide: `TopologicalSorter` names the modules of the first."""
+    root = Path(kimi_k3_npu.__file__).parents[1]
+    files = {module_of(path.relative_to(root)): path for path in (root / "kimi_k3_npu").rglob("*.py")}
+    graph = {module: imported_by(path, files) - {module} for module, path in files.items()}
+    assert "kimi_k3_npu.engines.sglang.model" in graph["kimi_k3_npu.engines.sglang.hooks"], "inside of a function"
+    TopologicalSorter(graph).prepare()
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_by(path: Path, modules: Container[str]) -> set[str]:
+    """The modules that a file imports anywhere, a package itself only for a name that is no module of it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {name if name in modules else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name in modules}

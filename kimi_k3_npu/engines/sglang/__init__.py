@@ -10,6 +10,7 @@ from __future__ import annotations
 
 def register() -> None:
     """Place the hooks that notice when this implementation is asked for."""
-    from kimi_k3_npu.engines.sglang import hooks
+    from kimi_k3_npu.engines.sglang.hooks import ALWAYS
+    from kimi_k3_npu.engines.sglang.registry import place
 
-    hooks.place(hooks.ALWAYS)
+    place(ALWAYS)

@@ -5,36 +5,15 @@ Two hooks are always placed, and the others when the first model of ours is look
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kimi_k3_npu.engines.launch import IMPL, is_ours
 from kimi_k3_npu.engines.sglang import options
 from kimi_k3_npu.engines.sglang import symbols as engine
+from kimi_k3_npu.engines.sglang.registry import Hook, apply, place
 from kimi_k3_npu.errors import LaunchError
 
-#: An AROUND hook: the function it is around, then that function's arguments.
-Hook = Callable[..., Any]
-
 ARCHITECTURES = ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM")
-
-
-def place(hooks: Mapping[str, Hook]) -> None:
-    """Register `hooks` with SGLang, once each. SGLang applies them after its plugins have run."""
-    registry, around = engine.HookRegistry, engine.HookType.AROUND
-    for target, hook in hooks.items():
-        if not any(known is hook for _, known, _ in registry._hooks[target]):
-            registry.register(target, hook, around)
-
-
-def check_live(targets: Iterable[str] = engine.HOOKED) -> None:
-    """Raise LaunchError unless SGLang has applied our hooks: it only logs the ones that it cannot apply."""
-    if missing := [target for target in targets if target not in engine.HookRegistry._patched]:
-        installed, tested = engine.SGLANG.installed(), engine.SGLANG.tested
-        raise LaunchError(
-            f"SGLang {installed} did not apply the hooks of {IMPL} on {', '.join(missing)}; its log says why. This "
-            f"plugin was tested with SGLang {tested}"
-        )
 
 
 def model_config(original: Hook, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -56,8 +35,7 @@ def model_architecture(original: Hook, model_config: Any) -> Any:
     if not asked_for(model_config):
         return original(model_config)
     place(WHEN_USED)
-    engine.HookRegistry.apply_hooks()
-    check_live()
+    apply()
     from kimi_k3_npu.engines.sglang.model import KimiK3ForSGLang
 
     names = list(getattr(model_config.hf_config, "architectures", None) or [])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from kimi_k3_npu import envs
 from kimi_k3_npu.engines import versions
 from kimi_k3_npu.engines.launch import IMPL, guard
-from kimi_k3_npu.engines.sglang import hooks, symbols
+from kimi_k3_npu.engines.sglang import hooks, registry, symbols
 from kimi_k3_npu.engines.versions import Finding
 from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.ops import sgl
@@ -81,9 +81,8 @@ def _symbols() -> Iterator[Finding]:
 
 def _apply_hooks() -> None:
     symbols.find("sglang.srt.plugins:load_plugins")()
-    hooks.place({**hooks.ALWAYS, **hooks.WHEN_USED})
-    symbols.HookRegistry.apply_hooks()
-    hooks.check_live()
+    registry.place({**hooks.ALWAYS, **hooks.WHEN_USED})
+    registry.apply()
 
 
 def _packages() -> Iterator[Finding]:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from kimi_k3_npu import envs
 from kimi_k3_npu.engines import weights
-from kimi_k3_npu.engines.sglang import checkpoint, hooks, images, options
+from kimi_k3_npu.engines.sglang import checkpoint, images, options
 from kimi_k3_npu.engines.sglang import symbols as engine
 from kimi_k3_npu.engines.sglang.attention import Ascend, EngineAttention
 from kimi_k3_npu.engines.sglang.experts import DeepEP
 from kimi_k3_npu.engines.sglang.layout import engine_layout, engine_mesh, token_counts
+from kimi_k3_npu.engines.sglang.registry import check_live
 from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM, empty_bank
 from kimi_k3_npu.model.moe import DispatchedMoE
@@ -38,7 +39,7 @@ class KimiK3ForSGLang(nn.Module):
 
     def __init__(self, config: Any, quant_config: Any = None) -> None:
         super().__init__()
-        hooks.check_live()
+        check_live()
         envs.check()
         if (found := engine.SGLANG.installed()) != engine.SGLANG.tested:
             _log.warning("SGLang %s is installed; this plugin was tested with %s", found, engine.SGLANG.tested)
