@@ -1,4 +1,5 @@
-"""Reading recipe files: every key is known, every value has the right type, every reference leads somewhere."""
+"""Reading recipe files: pydantic says that every key is known and every value has the right type; every reference leads
+somewhere."""
 
 from __future__ import annotations
 
@@ -7,34 +8,21 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
-from kimi_k3_npu.ops.device import Soc
 from kimi_k3_npu.recipes.engine_flags import load_flags
-from kimi_k3_npu.recipes.schema import (
-    DERIVED,
-    Checkpoint,
-    CheckpointFormat,
-    Container,
-    Engine,
-    EngineName,
-    Hardware,
-    Input,
-    Measured,
-    NodeSettings,
-    Recipe,
-    RecipeError,
-    Role,
-    Setting,
-    Status,
-)
+from kimi_k3_npu.recipes.schema import DERIVED, NodeSettings, Recipe, RecipeError, Role, Setting
 from kimi_k3_npu.resources import resource_path
 
-T = TypeVar("T")
-_REQUIRED: Any = object()
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+Part = TypeVar("Part", Role, NodeSettings)
 #: What a value may refer to beside the recipe's own inputs and the addresses of its roles ("decode_addr").
 BUILT_IN = ("model_path", "master_addr", "node_addr", "node_rank", "nodes")
 PLACEHOLDER = re.compile(r"\{([a-z][a-z0-9_]*)\}")
@@ -66,44 +54,96 @@ def glossary() -> Mapping[str, Any]:
 
 
 def read_recipe(raw: Any, name: str) -> Recipe:
-    """A recipe from the parsed file. Raises RecipeError."""
-    top = _Keys(raw, name)
-    top.take("templates", dict, {})  # anchors that the file itself refers to
-    sources = {key: _text(value, f"{name}.sources.{key}") for key, value in top.take("sources", dict).items()}
-    source = top.choice("source", sources)
-    engine = _engine(top.keys("engine"))
-    roles_raw = top.take("roles", dict)
-    inputs = {key: _input(_Keys(value, f"{name}.inputs.{key}")) for key, value in top.take("inputs", dict, {}).items()}
-    read = _Settings(engine, source, sources, {*inputs, *BUILT_IN, *(f"{role}_addr" for role in roles_raw)})
-    recipe = Recipe(
-        name=name,
-        title=top.take("title", str),
-        status=top.choice("status", get_args(Status)),
-        source=source,
-        sources=sources,
-        hardware=_hardware(top.keys("hardware")),
-        engine=engine,
-        checkpoint=_checkpoint(top.keys("checkpoint")),
-        container=_container(top.keys("container")) if "container" in top.values else None,
-        inputs=inputs,
-        roles={role: _role(_Keys(value, f"{name}.roles.{role}"), role, read) for role, value in roles_raw.items()},
-        measured=tuple(
-            _measured(_Keys(value, f"{name}.measured.{i}"), read)
-            for i, value in enumerate(top.take("measured", list, []))
-        ),
-        notes=tuple(top.take("notes", list, [])),
-        known_problems=dict(top.take("known_problems", dict, {})),
-        derived=dict(top.take("derived", dict, {})),
-    )
-    top.finish()
+    """A recipe from the parsed file. Raises RecipeError for everything that pydantic finds, else for the first thing
+    that refers to nothing."""
+    recipe = _validated(_with_names(raw, name), name)
+    if recipe.source not in recipe.sources:
+        choices = f"{', '.join(recipe.sources)}{near(recipe.source, recipe.sources)}"
+        raise RecipeError(f"{name}.source: {recipe.source!r} is none of {choices}")
+    read = _Settings(recipe)
+    roles = {key: _role(role, f"{name}.roles.{key}", read) for key, role in recipe.roles.items()}
+    for i, measured in enumerate(recipe.measured):
+        read.check_source(measured.source, f"{name}.measured.{i}")
     _check(recipe, raw)
-    return recipe
+    return replace(recipe, roles=roles)
+
+
+def _with_names(raw: Any, name: str) -> Any:
+    """Give the recipe its file's name and roles their keys'. `templates` goes: only the file's own anchors need it."""
+    if not isinstance(raw, Mapping):
+        return raw
+    named = {key: value for key, value in raw.items() if key != "templates"}
+    _refuse_name(raw, name)
+    if isinstance(roles := raw.get("roles"), Mapping):
+        named["roles"] = {}
+        for key, role in roles.items():
+            _refuse_name(role, f"{name}.roles.{key}")
+            named["roles"][key] = {**role, "name": str(key)} if isinstance(role, Mapping) else role
+    return {**named, "name": name}
+
+
+def _refuse_name(raw: Any, path: str) -> None:
+    if isinstance(raw, Mapping) and "name" in raw:
+        raise RecipeError(f"{path}: unknown key 'name'; a recipe is named by its file, a role by its key")
+
+
+def _validated(raw: Any, name: str) -> Recipe:
+    try:
+        # As JSON, whose lists may become tuples and whose mappings classes while nothing else is converted.
+        return _recipes().validate_json(json.dumps(raw, default=str))
+    except ValidationError as error:
+        raise RecipeError("\n".join(_fault(one, name) for one in error.errors(include_url=False))) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{name}: {error}") from None
+
+
+@functools.cache
+def _recipes() -> TypeAdapter[Recipe]:
+    return TypeAdapter(Recipe)
+
+
+def _fault(error: ErrorDetails, name: str) -> str:
+    """One error of pydantic's in the words of this package."""
+    *outer, key = error["loc"] or ("",)
+    above, path = ".".join(map(str, (name, *outer))), ".".join(map(str, (name, *error["loc"])))
+    value, kind = error["input"], error["type"]
+    if kind == "missing":
+        return f"{above}: {key} is missing"
+    if kind == "unexpected_keyword_argument":
+        keys = _keys(outer)
+        return f"{above}: unknown key {key!r}{near(str(key), keys)}; keys: {', '.join(keys)}"
+    if kind == "literal_error":
+        allowed = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        return f"{path}: {value!r} is none of {', '.join(allowed)}{near(str(value), allowed)}"
+    if kind in _EXPECTED:
+        return f"{path}: is {_kind(value)}, expected {_EXPECTED[kind]}"
+    return f"{path}: {error['msg'].removeprefix('Value error, ')}"
+
+
+def _keys(loc: Iterable[int | str]) -> list[str]:
+    """What the mapping at `loc` of a recipe may have."""
+    kind: Any = Recipe
+    is_member = False
+    for part in loc:
+        if is_member:  # of a mapping or tuple, all of whose members are of one class
+            is_member = False
+            continue
+        hint = get_type_hints(kind)[str(part)]
+        kind, is_member = _class_in(hint), get_origin(hint) in (Mapping, tuple)
+    return sorted(one.name for one in fields(kind) if one.name != "name" or kind not in (Recipe, Role))
+
+
+def _class_in(hint: Any) -> Any:
+    return hint if is_dataclass(hint) else next(filter(None, map(_class_in, get_args(hint))), None)
 
 
 def _check(recipe: Recipe, raw: Mapping[str, Any]) -> None:
+    hardware = recipe.hardware
+    if (hardware.soc == "cpu") != (hardware.cann is None):
+        raise RecipeError(f"{recipe.name}.hardware: an NPU has a cann version, a CPU has none")
     nodes = sum(role.nodes for role in recipe.roles.values())
-    if nodes != recipe.hardware.nodes:
-        raise RecipeError(f"{recipe.name}: hardware has {recipe.hardware.nodes} nodes, the roles use {nodes}")
+    if nodes != hardware.nodes:
+        raise RecipeError(f"{recipe.name}: hardware has {hardware.nodes} nodes, the roles use {nodes}")
     if recipe.known_problems and recipe.status != "unverified":
         raise RecipeError(f"{recipe.name}: has known_problems, so its status must be unverified, not {recipe.status}")
     for path in recipe.derived:
@@ -114,83 +154,53 @@ def _check(recipe: Recipe, raw: Mapping[str, Any]) -> None:
             value = value[key]
 
 
-class _Keys:
-    """A mapping of the file, taken key by key; `finish` refuses what nobody took."""
-
-    def __init__(self, values: Any, path: str) -> None:
-        if not isinstance(values, Mapping):
-            raise RecipeError(f"{path}: is {_kind(values)}, expected a mapping")
-        self.values, self.path = values, path
-        self._taken: set[str] = set()
-
-    def take(self, key: str, kind: type | tuple[type, ...], default: Any = _REQUIRED) -> Any:
-        self._taken.add(key)
-        if key not in self.values:
-            if default is _REQUIRED:
-                raise RecipeError(f"{self.path}: {key} is missing")
-            return default
-        value = self.values[key]
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            wanted = " or ".join(_NAMES[kind] for kind in kinds)
-            raise RecipeError(f"{self.path}.{key}: is {_kind(value)}, expected {wanted}")
-        return value
-
-    def choice(self, key: str, allowed: Iterable[str], default: Any = _REQUIRED) -> Any:
-        value, allowed = self.take(key, str, default), list(allowed)
-        if value is not default and value not in allowed:
-            raise RecipeError(f"{self.path}.{key}: {value!r} is none of {', '.join(allowed)}{near(value, allowed)}")
-        return value
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        return tuple(_text(item, f"{self.path}.{key}.{i}") for i, item in enumerate(self.take(key, list, [])))
-
-    def keys(self, key: str) -> _Keys:
-        return _Keys(self.take(key, dict), f"{self.path}.{key}")
-
-    def finish(self) -> None:
-        if unknown := [str(key) for key in self.values if key not in self._taken]:
-            raise RecipeError(
-                f"{self.path}: unknown key {unknown[0]!r}{near(unknown[0], self._taken)}; "
-                f"keys: {', '.join(sorted(self._taken))}"
-            )
-
-
 class _Settings:
-    """Reads flags and variables: where their reasons are, and what they may refer to."""
+    """Completes flags and variables: where their reasons are, and what they may refer to."""
 
-    def __init__(self, engine: Engine, source: str, sources: Mapping[str, str], names: set[str]) -> None:
-        self.source, self.sources, self.names = source, sources, names
-        self._options = load_flags(engine.flags)
-        self._reasons = {"flags": glossary()["flags"][engine.name], "environment": glossary()["variables"]}
+    def __init__(self, recipe: Recipe) -> None:
+        self.source, self.sources = recipe.source, recipe.sources
+        self.names = {*recipe.inputs, *BUILT_IN, *(f"{role}_addr" for role in recipe.roles)}
+        self._options = load_flags(recipe.engine.flags)
+        self._reasons = {"flags": glossary()["flags"][recipe.engine.name], "environment": glossary()["variables"]}
 
-    def read(self, owner: _Keys, section: str) -> dict[str, Setting]:
-        entries = owner.take(section, dict, {})
-        return {
-            self._options.canonical(str(name)): self._one(value, f"{owner.path}.{section}.{name}", section, str(name))
-            for name, value in entries.items()
+    def complete(self, part: Part, path: str) -> Part:
+        """A role, or the settings of some of its nodes, with every reason, source and value as it is meant."""
+        flags = {
+            self._options.canonical(name): self._flag(name, setting, f"{path}.flags.{name}")
+            for name, setting in part.flags.items()
         }
+        environment = {
+            name: self._variable(name, setting, f"{path}.environment.{name}")
+            for name, setting in part.environment.items()
+        }
+        return replace(part, flags=flags, environment=environment)
 
-    def _one(self, raw: Any, path: str, section: str, name: str) -> Setting:
-        entry = _Keys(raw if isinstance(raw, Mapping) and "value" in raw else {"value": raw}, path)
-        kinds = (str, int, float, list, bool, dict) if section == "flags" else (str, int, float)
-        value = entry.take("value", kinds)
-        why, source = entry.take("why", str, None), entry.take("source", str, self.source)
-        entry.finish()
+    def _flag(self, name: str, setting: Setting, path: str) -> Setting:
+        value = setting.value
         if value is False:
             raise RecipeError(f"{path}: is false; leave a flag out that is not given")
-        if why is None and source == DERIVED:
-            raise RecipeError(f"{path}: is derived, so it needs a why")
-        why = why or self._reasons[section].get(name)
-        if why is None and section == "environment":
-            raise RecipeError(f"{path}: has no reason; give it a why, or an entry in glossary.yaml")
-        self.check_source(source, path)
-        self.check_references(value, path)
-        if section == "flags" and value is not True and not _refers(value):
+        setting = self._explained("flags", name, setting, path)
+        if value is not True and not _refers(value):
             if found := list(self._options.faults(name, value)):
                 raise RecipeError(f"{path}: {found[0]}")
             value = self._options.read(name, value)
-        return Setting(value, why or "", source)
+        return replace(setting, value=value)
+
+    def _variable(self, name: str, setting: Setting, path: str) -> Setting:
+        if isinstance(setting.value, bool | list | dict):
+            raise RecipeError(f"{path}: is {_kind(setting.value)}, expected text or a number")
+        setting = self._explained("environment", name, setting, path)
+        if not setting.why:
+            raise RecipeError(f"{path}: has no reason; give it a why, or an entry in glossary.yaml")
+        return setting
+
+    def _explained(self, section: str, name: str, setting: Setting, path: str) -> Setting:
+        source = setting.source or self.source
+        if not setting.why and source == DERIVED:
+            raise RecipeError(f"{path}: is derived, so it needs a why")
+        self.check_source(source, path)
+        self.check_references(setting.value, path)
+        return replace(setting, why=setting.why or self._reasons[section].get(name, ""), source=source)
 
     def check_source(self, source: str, path: str) -> None:
         if source != DERIVED and source not in self.sources:
@@ -211,103 +221,14 @@ def _refers(value: Any) -> bool:
     return bool(PLACEHOLDER.search(json.dumps(value)))
 
 
-def _hardware(keys: _Keys) -> Hardware:
-    hardware = Hardware(
-        soc=keys.choice("soc", get_args(Soc)),
-        nodes=keys.take("nodes", int),
-        dies_per_node=keys.take("dies_per_node", int),
-        memory_gib_per_die=keys.take("memory_gib_per_die", (int, float), None),
-        cann=keys.take("cann", str, None),
-        chip=keys.take("chip", str, None),
-    )
-    keys.finish()
-    if (hardware.soc == "cpu") != (hardware.cann is None):
-        raise RecipeError(f"{keys.path}: an NPU has a cann version, a CPU has none")
-    return hardware
-
-
-def _engine(keys: _Keys) -> Engine:
-    engine = Engine(
-        name=keys.choice("name", get_args(EngineName)),
-        version=keys.take("version", str),
-        flags=keys.take("flags", str),
-    )
-    keys.finish()
-    return engine
-
-
-def _checkpoint(keys: _Keys) -> Checkpoint:
-    checkpoint = Checkpoint(
-        format=keys.choice("format", get_args(CheckpointFormat)),
-        target=keys.take("target", str),
-        draft=keys.take("draft", str, None),
-    )
-    keys.finish()
-    return checkpoint
-
-
-def _container(keys: _Keys) -> Container:
-    container = Container(
-        image=keys.take("image", str, None),
-        options=keys.texts("options"),
-        devices=keys.texts("devices"),
-        mounts=keys.texts("mounts"),
-    )
-    keys.finish()
-    return container
-
-
-def _input(keys: _Keys) -> Input:
-    default = keys.take("default", (str, int), None)
-    found = Input(
-        what=keys.take("what", str),
-        example=str(keys.take("example", (str, int), default if default is not None else _REQUIRED)),
-        default=None if default is None else str(default),
-    )
-    keys.finish()
-    return found
-
-
-def _role(keys: _Keys, name: str, read: _Settings) -> Role:
-    role = Role(
-        name=name,
-        nodes=keys.take("nodes", int),
-        command=keys.texts("command"),
-        set_up=keys.texts("set_up"),
-        unset=keys.texts("unset"),
-        environment=read.read(keys, "environment"),
-        flags=read.read(keys, "flags"),
-        per_node=tuple(
-            _node_settings(_Keys(value, f"{keys.path}.per_node.{i}"), read)
-            for i, value in enumerate(keys.take("per_node", list, []))
-        ),
-    )
-    keys.finish()
-    read.check_references(list(role.command), f"{keys.path}.command")
+def _role(role: Role, path: str, read: _Settings) -> Role:
+    read.check_references(list(role.command), f"{path}.command")
     if not role.command:
-        raise RecipeError(f"{keys.path}.command: is empty")
+        raise RecipeError(f"{path}.command: is empty")
     if outside := [node for part in role.per_node for node in part.nodes if not 0 <= node < role.nodes]:
-        raise RecipeError(f"{keys.path}.per_node: node {outside[0]} is outside 0..{role.nodes - 1}")
-    return role
-
-
-def _node_settings(keys: _Keys, read: _Settings) -> NodeSettings:
-    found = NodeSettings(
-        nodes=tuple(keys.take("nodes", list)),
-        flags=read.read(keys, "flags"),
-        environment=read.read(keys, "environment"),
-    )
-    keys.finish()
-    return found
-
-
-def _measured(keys: _Keys, read: _Settings) -> Measured:
-    found = Measured(
-        what=keys.take("what", str), numbers=dict(keys.take("numbers", dict, {})), source=keys.take("source", str)
-    )
-    keys.finish()
-    read.check_source(found.source, keys.path)
-    return found
+        raise RecipeError(f"{path}.per_node: node {outside[0]} is outside 0..{role.nodes - 1}")
+    per_node = tuple(read.complete(part, f"{path}.per_node.{i}") for i, part in enumerate(role.per_node))
+    return replace(read.complete(role, path), per_node=per_node)
 
 
 def near(word: str, words: Iterable[str]) -> str:
@@ -322,21 +243,24 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     return f"did you mean {' or '.join(matches)}?" if matches else ""
 
 
-def _text(value: Any, path: str) -> str:
-    if not isinstance(value, str):
-        raise RecipeError(f"{path}: is {_kind(value)}, expected text")
-    return value
-
-
-_NAMES: dict[type, str] = {
+_KINDS: dict[type, str] = {
     str: "text",
     int: "a whole number",
     float: "a number",
     list: "a list",
     dict: "a mapping",
-    bool: "true",
+    bool: "true or false",
+}
+#: The same by the name of pydantic's error for a value of another kind.
+_EXPECTED = {
+    "string_type": _KINDS[str],
+    "int_type": _KINDS[int],
+    "float_type": _KINDS[float],
+    "tuple_type": _KINDS[list],
+    "dict_type": _KINDS[dict],
+    "dataclass_type": _KINDS[dict],
 }
 
 
 def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"{_NAMES.get(type(value), type(value).__name__)} ({value!r})"
+    return "nothing" if value is None else f"{_KINDS.get(type(value), type(value).__name__)} ({value!r})"

@@ -149,12 +149,53 @@ class TestMistakes:
             (lambda r: r["roles"]["serve"].update(per_node=[{"nodes": [4]}]), "per_node: node 4 is outside 0..3"),
             (lambda r: r["roles"]["serve"].update(command=[]), "mine.roles.serve.command: is empty"),
             (lambda r: r["sources"].update(x=1), "mine.sources.x: is a whole number (1), expected text"),
+            (
+                lambda r: r["roles"]["serve"].update(comand=[]),
+                "mine.roles.serve: unknown key 'comand'; did you mean command?; keys: command, environment, flags, ",
+            ),
+            (
+                lambda r: r["roles"]["serve"]["flags"].update({"--tp-size": {"value": 1, "wy": "x"}}),
+                "mine.roles.serve.flags.--tp-size: unknown key 'wy'; did you mean why?; keys: source, value, why",
+            ),
+            (lambda r: r["container"].update(mount=[]), "mine.container: unknown key 'mount'; did you mean mounts?"),
+            (lambda r: r["hardware"].update(nodes=True), "nodes: is true or false (True), expected a whole number"),
+            (lambda r: r["container"].update(options="-x"), "mine.container.options: is text ('-x'), expected a list"),
+            (
+                lambda r: r["notes"].append({"a": "colon"}),
+                "mine.notes.2: is a mapping ({'a': 'colon'}), expected text",
+            ),
+            (lambda r: r["inputs"].update(x={"what": "x"}), "mine.inputs.x: example is missing"),
+            (
+                lambda r: r["roles"]["serve"]["flags"].update({"--tp-size": None}),
+                "mine.roles.serve.flags.--tp-size.value: is nothing, expected a value",
+            ),
+            (
+                lambda r: r["roles"]["serve"]["environment"].update(HCCL_BUFFSIZE=[1]),
+                "mine.roles.serve.environment.HCCL_BUFFSIZE: is a list ([1]), expected text or a number",
+            ),
+            (
+                lambda r: r["roles"]["serve"].update(name="x"),
+                "mine.roles.serve: unknown key 'name'; a recipe is named by",
+            ),
         ],
     )
     def test_message(
         self, refused: Callable[..., str], change: Callable[[dict[str, Any]], object], message: str
     ) -> None:
         assert message in refused(change)
+
+    def test_all_wrong_values_are_told_at_once(self, refused: Callable[..., str]) -> None:
+        message = refused(lambda r: (r.update(titel=""), r["hardware"].update(nodes="4"), r["engine"].pop("version")))
+        assert [line.partition(";")[0] for line in message.splitlines()] == [
+            "mine.hardware.nodes: is text ('4'), expected a whole number",
+            "mine.engine: version is missing",
+            "mine: unknown key 'titel'",
+        ]
+
+    def test_a_file_that_holds_itself(self) -> None:
+        itself = yaml.safe_load("&a {title: *a}")
+        with pytest.raises(RecipeError, match="mine: Circular reference detected"):
+            read_recipe(itself, "mine")
 
     def test_file(self, tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=r"no recipe sglang-a3-4nod; did you mean sglang-a3-4node"):
