@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kimi_k3_npu.ops.op import COMPOSED
+from kimi_k3_npu.parallel.groups import Group
 from kimi_k3_npu.plan.finding import Finding
 from kimi_k3_npu.plan.subject import Subject
 from kimi_k3_npu.recipes.serving import runs_own_model
@@ -17,7 +18,8 @@ def number(subject: Subject) -> Iterator[Finding]:
     """The experts of a rank suit the kernels."""
     if not subject.serving or subject.device.soc == "cpu":
         return
-    held = subject.config.text.num_experts // subject.serving.layout.ep
+    share = Group("ep", size=subject.serving.layout.ep).part(subject.config.text.num_experts, "routed experts")
+    held = share.stop - share.start
     if held == 1:
         words = "one expert a rank: npu_grouped_matmul takes counts of at least two groups"
         yield Finding("error", "experts-per-rank", words, "use a smaller ep")
