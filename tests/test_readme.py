@@ -56,3 +56,9 @@ def test_the_python_example(folder: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", example + check], cwd=folder, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_it_names_is_there() -> None:
+    paths = re.findall(r"`((?:kimi_k3_npu|engines|recipes|weights|tests|benchmarks|docs)/[\w./-]*)`", README)
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists() and not (ROOT / "kimi_k3_npu" / path).exists()] == []
