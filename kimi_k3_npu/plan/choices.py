@@ -34,7 +34,7 @@ from kimi_k3_npu.parallel.layout import ParallelLayout
 from kimi_k3_npu.parallel.linear import MergedLinear, RowLinear
 from kimi_k3_npu.parallel.mesh import Mesh
 from kimi_k3_npu.plan.batch import Batch
-from kimi_k3_npu.plan.dry_run import EvenDispatch, recording_mesh
+from kimi_k3_npu.plan.dry_run import EvenDispatch, is_of_experts, recording_mesh
 
 #: The part of the network that has the operator, in the order of a table.
 Block = Literal["every layer", "KDA", "MLA", "MoE", "dense MLP"]
@@ -59,10 +59,6 @@ RESULTS: dict[str, Callable[..., Any]] = {
     "kda_chunk": lambda q, k, v, g, beta, state, *_: (torch.empty_like(v, dtype=torch.float32), state),
     "latent_attention": _first_alike,
     "causal_attention": lambda q, k, v, *_: v.new_empty(len(q), *v.shape[1:]),
-    "moe_experts": _first_alike,
-    "moe_experts_mxfp4": _first_alike,
-    "moe_experts_w4a8": _first_alike,
-    "moe_experts_int4_group": _first_alike,
     "int4_layout": _first_alike,
 }
 
@@ -128,7 +124,7 @@ def layer_kernels(config: TextConfig, now: Situation) -> list[LayerKernel]:
         LayoutError: The layout cannot split this model.
         LaunchError: A kernel is forced (KIMI_K3_NPU_V_UP) that cannot be used here.
     """
-    return [row for row in _recorded(config, now).table if not row.op.startswith("moe_experts")]
+    return [row for row in _recorded(config, now).table if not is_of_experts(row.op)]
 
 
 def weight_kernels(config: TextConfig, now: Situation) -> list[LayerKernel]:
@@ -251,14 +247,15 @@ class _Recorder(TorchFunctionMode):
         op = OPS[func.__name__.partition(".")[0]]
         if op.kernels:
             self._ask(op, *args)
-        return (RESULTS.get(op.name) or op.npu_layout or func)(*args)
+        stand_in = _first_alike if is_of_experts(op.name) else RESULTS.get(op.name)
+        return (stand_in or op.npu_layout or func)(*args)
 
     def _ask(self, op: Op, *args: Any) -> None:
         choice = op.choice(*args)
         assert choice is not None, op.name
         phase = self.phase if "SymInt[]" in str(op.overload._schema) else "any"  # lengths of sequences
-        is_experts = op.name.startswith("moe_experts")
-        self.note(choice, phase, self._expert_shape if is_experts else SHAPES.get(op.name, _operands)(*args))
+        shape = self._expert_shape if is_of_experts(op.name) else SHAPES.get(op.name, _operands)(*args)
+        self.note(choice, phase, shape)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

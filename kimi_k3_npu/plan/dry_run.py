@@ -21,6 +21,7 @@ from kimi_k3_npu.model.causal_lm import KimiK3ForCausalLM, empty_bank
 from kimi_k3_npu.model.experts import Experts
 from kimi_k3_npu.model.moe import DispatchedMoE
 from kimi_k3_npu.ops.mc2 import ExpertsFunction
+from kimi_k3_npu.ops.op import OPS
 from kimi_k3_npu.parallel.groups import Group
 from kimi_k3_npu.parallel.layout import AxisName, ParallelLayout
 from kimi_k3_npu.parallel.mesh import Mesh
@@ -29,8 +30,6 @@ from kimi_k3_npu.plan.meter import Account, Accounted, Count, Meter
 from kimi_k3_npu.recipes.schema import CheckpointFormat
 
 PassName = Literal["prefill", "decode"]
-#: Operators of experts in a format of their own.
-_QUANTISED = ("mxfp4", "w4a8", "int4_group")
 
 
 @dataclass(frozen=True)
@@ -240,7 +239,12 @@ class Rank:
             rows = pairs * (2 * width + 3 * inner) * x.element_size()
             return Accounted(torch.empty_like(x), 2 * pairs * 3 * inner * width, read + rows, read)
 
-        return dict.fromkeys(("moe_experts", *(f"moe_experts_{form}" for form in _QUANTISED)), visit)
+        return dict.fromkeys(filter(is_of_experts, OPS), visit)
+
+
+def is_of_experts(operator: str) -> bool:
+    """Whether an operator, by its name, is the routed experts in some format."""
+    return operator.startswith("moe_experts")
 
 
 def hit_experts(pairs: int, experts: int) -> float:
