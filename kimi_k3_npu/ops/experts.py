@@ -226,11 +226,15 @@ def refuse_grouped(case: Visit) -> str | None:
 @moe_experts.kernel("grouped_matmul", refuse_grouped)
 def grouped(call: ExpertCall) -> Tensor:
     """Matrices are passed as transposed views, which the operator knows from other strides."""
-    x, (w13,), (w2,) = call.x, call.w13, call.w2
-    routed = expand(x, call.ids, w13.shape[0], call.first_expert)
-    gate_up = grouped_matmul(routed.rows, w13.transpose(1, 2), routed.counts, x.dtype)
-    inner = call.activation_of_groups(gate_up, routed.counts)
-    return combine(grouped_matmul(inner, w2.transpose(1, 2), routed.counts, x.dtype), routed, call.weights)
+    return by_groups(call, lambda rows, matrix, counts: grouped_matmul(rows, matrix[0].mT, counts, rows.dtype))
+
+
+def by_groups(call: ExpertCall, multiply: Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]) -> Tensor:
+    """Experts on an NPU: rows sorted by expert [M, H], `multiply` by the matrices of w13 and of w2 given how many rows
+    each expert has, and brought home."""
+    routed = expand(call.x, call.ids, call.w13[0].shape[0], call.first_expert)
+    inner = call.activation_of_groups(multiply(routed.rows, call.w13, routed.counts), routed.counts)
+    return combine(multiply(inner, call.w2, routed.counts), routed, call.weights)
 
 
 def refuse_grouped_mxfp4(case: Mxfp4Visit) -> str | None:
@@ -250,10 +254,7 @@ def refuse_grouped_mxfp4(case: Mxfp4Visit) -> str | None:
 @moe_experts_mxfp4.kernel("grouped_matmul_mxfp4", refuse_grouped_mxfp4)
 def grouped_mxfp4(call: ExpertCall) -> Tensor:
     """MXFP4 matrices by rows that are rounded to MXFP8 before each product."""
-    routed = expand(call.x, call.ids, call.w13[0].shape[0], call.first_expert)
-    gate_up = _mx_matmul(routed.rows, call.w13, routed.counts)
-    inner = call.activation_of_groups(gate_up, routed.counts)
-    return combine(_mx_matmul(inner, call.w2, routed.counts), routed, call.weights)
+    return by_groups(call, _mx_matmul)
 
 
 def _mx_matmul(rows: Tensor, matrix: Sequence[Tensor], counts: Tensor) -> Tensor:

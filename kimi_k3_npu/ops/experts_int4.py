@@ -23,7 +23,7 @@ from torch import Tensor
 from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.ops.constants import constant
 from kimi_k3_npu.ops.device import current
-from kimi_k3_npu.ops.experts import ExpertCall, by_expert, experts_operator
+from kimi_k3_npu.ops.experts import ExpertCall, by_expert, by_groups, experts_operator
 from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refuse_visit, visit_of
 from kimi_k3_npu.ops.int4 import (
     HIGHEST,
@@ -229,10 +229,7 @@ def w4a8(call: ExpertCall) -> Tensor:
 @moe_experts_int4_group.kernel("grouped_matmul_int4", refuse_int4)
 def int4_group(call: ExpertCall) -> Tensor:
     """Rows stay as they are; a matrix that is a sum of two is two products."""
-    routed = expand(call.x, call.ids, call.w13[0].shape[0], call.first_expert)
-    gate_up = _int4_matmul(routed.rows, call.w13, routed.counts)
-    inner = call.activation_of_groups(gate_up, routed.counts)
-    return combine(_int4_matmul(inner, call.w2, routed.counts), routed, call.weights)
+    return by_groups(call, _int4_matmul)
 
 
 def _int4_matmul(rows: Tensor, matrix: Sequence[Tensor], counts: Tensor) -> Tensor:
