@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
 
 from kimi_k3_npu.cli.app import app
 from kimi_k3_npu.engines import versions
+from kimi_k3_npu.ops import schemas
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,6 +45,30 @@ def test_doctor(found: dict[str, str], code: int, lines: list[str], monkeypatch:
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == code
     assert result.output.splitlines() == lines
+
+
+def test_doctor_lists_what_torch_npu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"torch": "2.10.0", "transformers": "5.12.0", "torch_npu": "2.10.0"}
+    monkeypatch.setattr(versions, "installed", here.get)
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    monkeypatch.setattr(schemas, "missing", lambda: iter(["npu_dynamic_mx_quant", "npu_quant_matmul(output_dtype)"]))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    assert result.output.splitlines()[2:] == [
+        "note     torch_npu 2.10.0; tested with 2.13.0",
+        "note     torch_npu 2.10.0 has no npu_dynamic_mx_quant; other kernels take the place of those that need it",
+        "note     torch_npu 2.10.0 has no npu_quant_matmul(output_dtype); other kernels take the place of those that "
+        "need it",
+    ]
+
+
+def test_doctor_says_that_it_cannot_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"torch": "2.13.0", "transformers": "5.19.0", "torch_npu": "2.13.0"}
+    monkeypatch.setattr(versions, "installed", here.get)
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    *_, line = CliRunner().invoke(app, ["doctor"]).output.splitlines()
+    assert line.startswith("note     torch_npu 2.13.0 cannot be imported (import of torch_npu halted")
+    assert line.endswith("), so its operators are not looked at")
 
 
 def test_tested_is_what_the_lock_files_hold() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -42,6 +43,21 @@ def examine(uses: Mapping[str, str]) -> Iterator[Finding]:
     torch, npu = versions.get("torch"), versions.get("torch_npu")
     if torch and npu and torch.split(".")[:2] != npu.split(".")[:2]:
         yield Finding("problem", f"torch_npu {npu} is for torch {'.'.join(npu.split('.')[:2])}, found torch {torch}")
+    elif npu:
+        yield from _lacking(npu)
+
+
+def _lacking(npu: str) -> Iterator[Finding]:
+    """What kernels need of torch_npu and this version has not."""
+    try:
+        importlib.import_module("torch_npu")
+    except (ImportError, OSError) as error:
+        yield Finding("note", f"torch_npu {npu} cannot be imported ({error}), so its operators are not looked at")
+        return
+    from kimi_k3_npu.ops import schemas
+
+    for need in schemas.missing():
+        yield Finding("note", f"torch_npu {npu} has no {need}; other kernels take the place of those that need it")
 
 
 def _found(name: str, found: str) -> Finding:

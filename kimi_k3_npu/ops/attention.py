@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kimi_k3_npu.ops import schemas
 from kimi_k3_npu.ops.constants import constant
 from kimi_k3_npu.ops.device import Device
 from kimi_k3_npu.ops.limits import HALVES, OFFSET_LIMIT, nothing_to_run, wrong_dtype
@@ -230,7 +231,7 @@ def refuse_expanded(case: Expanded) -> str | None:
     return f"{case.sequences} sequences, at most {MOST_SEQUENCES}" if case.sequences > MOST_SEQUENCES else None
 
 
-@latent_attention.kernel("fia_v2_absorbed", refuse_latent)
+@latent_attention.kernel("fia_v2_absorbed", refuse_latent, schemas.PAGED_ATTENTION)
 def latent(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -285,7 +286,7 @@ def _latent(
     return out.narrow(1, 0, heads)
 
 
-@causal_attention.kernel("fia_v2_expanded", refuse_expanded)
+@causal_attention.kernel("fia_v2_expanded", refuse_expanded, schemas.ATTENTION)
 def expanded(
     q: Tensor, k: Tensor, v: Tensor, query_lens: Sequence[int], kv_lens: Sequence[int], scale: float
 ) -> Tensor:

@@ -57,7 +57,8 @@ class Cann(NamedTuple):
 class Device:
     """What the kernels of a process run on. `cann` is None exactly when there is no NPU.
 
-    `missing` are the kernels that the packages have in other versions and not in the installed one.
+    `missing` is what other versions have and the installed ones do not: kernels of the packages, and operators of
+    torch_npu and their arguments.
     """
 
     soc: Soc
@@ -113,13 +114,14 @@ def detect(
 ) -> Device:
     """The device of this machine; each argument replaces what would be found, and so does its environment variable.
 
-    torch_npu is asked only for what is not given. Without torch_npu, or without an NPU, the device is the CPU.
+    torch_npu is asked only for what is not given, and for what it lacks. Without torch_npu, or without an NPU, the
+    device is the CPU.
 
     Args:
         soc: As for `parse_soc`.
         cann: As for `parse_cann`.
         packages: The optional kernel packages to assume, with all of their kernels, instead of those that can be
-            imported, which are asked for each.
+            imported, which are asked for each; torch_npu is then not asked what it lacks either.
 
     Raises:
         LaunchError: torch_npu cannot be imported or reports something unknown, or an NPU's CANN version is not known.
@@ -131,7 +133,7 @@ def detect(
     if packages is not None:
         return Device(found, version, frozenset(packages))
     installed = frozenset(name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name))
-    return Device(found, version, installed, _missing() if installed and found != "cpu" else frozenset())
+    return Device(found, version, installed, frozenset() if found == "cpu" else _missing(installed))
 
 
 def current() -> Device:
@@ -153,10 +155,21 @@ _ASSUMED: ContextVar[Device | None] = ContextVar("assumed_device", default=None)
 _detected = functools.cache(detect)
 
 
-def _missing() -> frozenset[str]:
-    from kimi_k3_npu.ops import sgl  # which imports torch
+def _missing(packages: frozenset[str]) -> frozenset[str]:
+    """What the installed packages lack, and the torch_npu of an NPU that is here; for a plan it lacks nothing."""
+    from kimi_k3_npu.ops import schemas, sgl  # which import torch
 
-    return frozenset(sgl.missing())
+    lacking = frozenset(sgl.missing() if packages else ())
+    return lacking.union(schemas.missing()) if _npu_is_here() else lacking
+
+
+def _npu_is_here() -> bool:
+    if importlib.util.find_spec("torch_npu") is None:
+        return False
+    try:
+        return importlib.import_module("torch_npu").npu.is_available()
+    except (ImportError, OSError):
+        return False  # which `_ask_soc` refuses unless the device is named, and nothing can run on it
 
 
 def _ask_soc() -> Soc:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.compat import is_compiling
-from kimi_k3_npu.ops.device import current
+from kimi_k3_npu.ops import schemas
+from kimi_k3_npu.ops.device import Device, current
 from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refuse_visit, visit_of
 from kimi_k3_npu.ops.limits import FLOATS, wrong_dtype
 from kimi_k3_npu.ops.nz import is_nz
@@ -197,6 +198,10 @@ class Mxfp4Visit:
     visit: Visit
     nz: bool
 
+    @property
+    def device(self) -> Device:
+        return self.visit.device
+
 
 def _mxfp4_visit(*values: Any) -> Mxfp4Visit:
     *visit, nz, device = values
@@ -223,7 +228,7 @@ def refuse_grouped(case: Visit) -> str | None:
     return refuse_visit(case) or wrong_dtype("x", case.dtype, FLOATS)
 
 
-@moe_experts.kernel("grouped_matmul", refuse_grouped)
+@moe_experts.kernel("grouped_matmul", refuse_grouped, schemas.EXPERTS)
 def grouped(call: ExpertCall) -> Tensor:
     """Matrices are passed as transposed views, which the operator knows from other strides."""
     return by_groups(call, lambda rows, matrix, counts: grouped_matmul(rows, matrix[0].mT, counts, rows.dtype))
@@ -251,7 +256,7 @@ def refuse_grouped_mxfp4(case: Mxfp4Visit) -> str | None:
     return None if case.nz else "the packed matrices do not lie in NZ; pass them through nz.as_nz after loading"
 
 
-@moe_experts_mxfp4.kernel("grouped_matmul_mxfp4", refuse_grouped_mxfp4)
+@moe_experts_mxfp4.kernel("grouped_matmul_mxfp4", refuse_grouped_mxfp4, schemas.EXPERTS_MXFP4)
 def grouped_mxfp4(call: ExpertCall) -> Tensor:
     """MXFP4 matrices by rows that are rounded to MXFP8 before each product."""
     return by_groups(call, _mx_matmul)

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu.errors import LaunchError
+from kimi_k3_npu.ops import schemas
 from kimi_k3_npu.ops.constants import constant
-from kimi_k3_npu.ops.device import current
+from kimi_k3_npu.ops.device import Device, current
 from kimi_k3_npu.ops.experts import ExpertCall, by_expert, by_groups, experts_operator
 from kimi_k3_npu.ops.grouped import Visit, combine, expand, grouped_matmul, refuse_visit, visit_of
 from kimi_k3_npu.ops.int4 import (
@@ -33,7 +34,7 @@ from kimi_k3_npu.ops.int4 import (
     unpack_columns,
     unpack_rows,
 )
-from kimi_k3_npu.ops.limits import HALVES, wrong_dtype
+from kimi_k3_npu.ops.limits import HALVES, no_operator, wrong_dtype
 from kimi_k3_npu.ops.nz import as_nz
 from kimi_k3_npu.ops.op import operator
 from kimi_k3_npu.ops.quant import E2M1
@@ -138,8 +139,9 @@ def int4_layout(codes: Tensor, dtype: torch.dtype) -> Tensor:
 @int4_layout.layout
 def int4_layout_npu(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """By torch_npu's own packing, whose page leaves the order of the nibbles to the operator; `codes` itself where
-    `refuse_int4` leaves no product to read them."""
-    if current().soc == "a5" or dtype not in HALVES:
+    there is no product to read them: `refuse_int4`, and an older torch_npu."""
+    device = current()
+    if device.soc == "a5" or dtype not in HALVES or no_operator(device, schemas.EXPERTS_INT4):
         return codes
     packed = torch.empty_like(codes)
     for place, matrix in zip(packed, codes, strict=True):  # one by one: what is packed is eight times as large
@@ -171,6 +173,10 @@ class Int4Visit:
 
     visit: Visit
     prepared: bool
+
+    @property
+    def device(self) -> Device:
+        return self.visit.device
 
 
 def _int4_visit(*values: Any) -> Int4Visit:
@@ -214,7 +220,7 @@ def refuse_w4a8(case: Int4Visit) -> str | None:
     return refuse_int4(case)
 
 
-@moe_experts_w4a8.kernel("grouped_matmul_w4a8", refuse_w4a8)
+@moe_experts_w4a8.kernel("grouped_matmul_w4a8", refuse_w4a8, schemas.EXPERTS_W4A8)
 def w4a8(call: ExpertCall) -> Tensor:
     """Rows are rounded to int8, each with its own scale, on the way to the experts and between the two products."""
     (w13, w13_scale, w13_bias), (w2, w2_scale, w2_bias), dtype = call.w13, call.w2, call.x.dtype
@@ -226,7 +232,7 @@ def w4a8(call: ExpertCall) -> Tensor:
     return combine(grouped_matmul(inner, w2, routed.counts, dtype, scales), routed, call.weights)
 
 
-@moe_experts_int4_group.kernel("grouped_matmul_int4", refuse_int4)
+@moe_experts_int4_group.kernel("grouped_matmul_int4", refuse_int4, schemas.EXPERTS_INT4)
 def int4_group(call: ExpertCall) -> Tensor:
     """Rows stay as they are; a matrix that is a sum of two is two products."""
     return by_groups(call, _int4_matmul)

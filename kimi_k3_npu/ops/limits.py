@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kimi_k3_npu.ops import sgl
+from kimi_k3_npu.ops import schemas, sgl
 from kimi_k3_npu.ops.device import Device
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -28,6 +28,12 @@ def no_kernel(device: Device, symbol: str) -> str | None:
     if SGL_KERNEL_NPU not in device.packages:
         return f"the package {SGL_KERNEL_NPU} cannot be imported"
     return f"the installed {SGL_KERNEL_NPU} has no usable {symbol}" if symbol in device.missing else None
+
+
+def no_operator(device: Device, needs: schemas.Needs) -> str | None:
+    """A kernel calls operators of torch_npu only where the installed version has them and the arguments it passes."""
+    lacking = sorted(needs & device.missing)
+    return f"the installed {schemas.PACKAGE} has no {', '.join(lacking)}" if lacking else None
 
 
 def wrong_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> str | None:

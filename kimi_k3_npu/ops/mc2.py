@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kimi_k3_npu import envs
+from kimi_k3_npu.ops import schemas
 from kimi_k3_npu.ops.device import Device, Soc, current
 from kimi_k3_npu.ops.grouped import owners
 from kimi_k3_npu.ops.limits import HALVES, wrong_dtype
+from kimi_k3_npu.ops.op import Kernel
 
 #: rows [n, L], weights fp32 [n, k], expert ids [n, k] -> [n, L], summed over the experts held by this rank.
 ExpertsFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -176,3 +178,7 @@ def mc2(z: Tensor, weights: Tensor, ids: Tensor, experts: ExpertsFunction, large
     back = {"expand_scales": arrived} if limits.sends_weights else {}
     combined = torch.ops.npu.npu_moe_distribute_combine_v2(results, ids, handle, received, weights, **common, **back)
     return combined.narrow(0, 0, n)
+
+
+#: Both operators as a kernel. It is an alternative to other ways of carrying rows, which are no operators of torch.
+MC2: Kernel[Exchange] = Kernel("mc2", refuse_mc2, mc2, schemas.MC2)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kimi_k3_npu.ops import schemas
 from kimi_k3_npu.ops.device import Device
 from kimi_k3_npu.ops.limits import FLOATS, nothing_to_run, wrong_dtype
 from kimi_k3_npu.ops.op import operator
@@ -62,12 +63,12 @@ def refuse_fused(case: Norm) -> str | None:
     return wrong_dtype("x", case.dtype, FLOATS)
 
 
-@rms_norm.kernel("npu_rms_norm", refuse_fused)
+@rms_norm.kernel("npu_rms_norm", refuse_fused, schemas.RMS_NORM)
 def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.ops.npu.npu_rms_norm(x, weight, eps)[0]
 
 
-@add_rms_norm.kernel("npu_add_rms_norm", refuse_fused)
+@add_rms_norm.kernel("npu_add_rms_norm", refuse_fused, schemas.ADD_RMS_NORM)
 def fused_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, _, total = torch.ops.npu.npu_add_rms_norm(x, residual, weight, eps)
     return y, total

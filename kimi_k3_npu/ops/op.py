@@ -6,7 +6,8 @@
     @name.case(Case)                                 what of its arguments decides about kernels
     def _case(x, ...): return (...)
 
-    @name.kernel("npu_name", refuse)                 a kernel of the NPU, and from a case the reason against it
+    @name.kernel("npu_name", refuse, needs)          a kernel of the NPU, from a case the reason against it, and what it
+                                                     needs of torch_npu (`ops.schemas`)
     def fused(x, ...): ...
 
 The reference is the operator's composite kernel: every device can run it, gradients flow through it and fake tensors
@@ -21,14 +22,24 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.ops.device import Device, current
+from kimi_k3_npu.ops.limits import no_operator
+from kimi_k3_npu.ops.schemas import NOTHING, Needs
 
-Case = TypeVar("Case")
+
+class OnDevice(Protocol):
+    """Something that is to be done on a device."""
+
+    @property
+    def device(self) -> Device: ...
+
+
+Case = TypeVar("Case", bound=OnDevice)
 Launch = TypeVar("Launch", bound=Callable[..., Any])
 
 #: Every operator by its name.
@@ -53,13 +64,20 @@ class Kernel(Generic[Case]):
 
     Args:
         name: As printed, and as given to force it.
-        refuse: From a case to the reason why this kernel cannot take it, or None.
+        limits: From a case to the reason why no version of this kernel can take it, or None.
         launch: The kernel, a function of the operator's arguments.
+        needs: What must be there of torch_npu.
     """
 
     name: str
-    refuse: Callable[[Case], str | None]
+    limits: Callable[[Case], str | None]
     launch: Callable[..., Any]
+    needs: Needs = NOTHING
+
+    def refuse(self, case: Case) -> str | None:
+        """The reason why this kernel cannot take `case`, or None."""
+        reason = no_operator(case.device, self.needs) if self.needs else None
+        return reason or self.limits(case)
 
 
 @dataclass(frozen=True)
@@ -140,14 +158,16 @@ class Op(Generic[Case]):
 
         return bind
 
-    def kernel(self, name: str, refuse: Callable[[Case], str | None] | None = None) -> Callable[[Launch], Launch]:
-        """Declare the decorated function a kernel, less preferred than those before it.
+    def kernel(
+        self, name: str, limits: Callable[[Case], str | None] | None = None, needs: Needs = NOTHING
+    ) -> Callable[[Launch], Launch]:
+        """Declare the decorated function a kernel, less preferred than those before it; arguments as of `Kernel`.
 
-        Without `refuse` it takes anything and stands for the reference on an NPU: no other may follow it.
+        Without `limits` it takes anything and stands for the reference on an NPU: no other may follow it.
         """
 
         def bind(launch: Launch) -> Launch:
-            self.add(Kernel(name, refuse or takes_anything, launch))
+            self.add(Kernel(name, limits or takes_anything, launch, needs))
             return launch
 
         return bind
@@ -156,7 +176,7 @@ class Op(Generic[Case]):
         """Let `kernel` be the one to prefer least."""
         assert not self._is_complete, f"{self.name}: {kernel.name} comes after a kernel that takes anything"
         self._kernels.append(replace(kernel))
-        self._is_complete = kernel.refuse is takes_anything
+        self._is_complete = kernel.limits is takes_anything
 
     def layout(self, lay_out: Launch) -> Launch:
         """Declare that the decorated function is what the operator does to loaded weights on an NPU.

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kimi_k3_npu.ops import schemas
 from kimi_k3_npu.ops.device import Device
 from kimi_k3_npu.ops.limits import HALVES, INNER_LIMIT, nothing_to_run, wrong_dtype
 from kimi_k3_npu.ops.nz import as_nz
@@ -99,13 +100,13 @@ def refuse_w8a8(case: Linear) -> str | None:
     return wrong_dtype("scale", case.scale_dtype, (torch.float32,))
 
 
-@dynamic_quant_int8.kernel("npu_dynamic_quant", refuse_dynamic_quant)
+@dynamic_quant_int8.kernel("npu_dynamic_quant", refuse_dynamic_quant, schemas.DYNAMIC_QUANT)
 def fused_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     codes, scale = torch.ops.npu.npu_dynamic_quant(x)
     return codes, scale
 
 
-@w8a8_linear.kernel("npu_quant_matmul", refuse_w8a8)
+@w8a8_linear.kernel("npu_quant_matmul", refuse_w8a8, schemas.W8A8)
 def fused_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """The operator wants 2-D rows. Scales stay fp32: bfloat16 ones would be off by up to 0.2 %."""
     codes, row_scale = torch.ops.npu.npu_dynamic_quant(x.reshape(-1, x.shape[-1]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kimi_k3_npu.ops import schemas
 from kimi_k3_npu.ops.device import Device
 from kimi_k3_npu.ops.limits import nothing_to_run
 from kimi_k3_npu.ops.op import operator
@@ -102,7 +103,7 @@ def refuse_fused(case: Routing) -> str | None:
     return None
 
 
-@route.kernel("npu_moe_gating_top_k", refuse_fused)
+@route.kernel("npu_moe_gating_top_k", refuse_fused, schemas.GATING_TOP_K)
 def fused(
     logits: Tensor,
     bias: Tensor,

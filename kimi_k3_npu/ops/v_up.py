@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kimi_k3_npu import envs
-from kimi_k3_npu.ops import sgl
+from kimi_k3_npu.ops import schemas, sgl
 from kimi_k3_npu.ops.device import Cann, Device, parse_cann, parse_soc
 from kimi_k3_npu.ops.limits import no_kernel
 from kimi_k3_npu.ops.op import Choice, operator
@@ -164,13 +164,13 @@ def refuse_batch_matmul_transpose(case: Bmm) -> str | None:
     return None
 
 
-@v_up.kernel("transpose_batchmatmul", refuse_token_major)
+@v_up.kernel("transpose_batchmatmul", refuse_token_major, schemas.TRANSPOSE_BATCHMATMUL)
 def token_major(x: Tensor, w: Tensor) -> Tensor:
     """One launch: the fused operator reads x as it lies, [M, B, K]. Either operand may be a view."""
     return torch.ops.npu.npu_transpose_batchmatmul(x, w, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2])
 
 
-@v_up.kernel("transpose_batchmatmul_head_major", refuse_head_major)
+@v_up.kernel("transpose_batchmatmul_head_major", refuse_head_major, schemas.TRANSPOSE_BATCHMATMUL)
 def head_major(x: Tensor, w: Tensor) -> Tensor:
     """The fused operator after a copy of x to [B, M, K], whose rows are K apart, not B*K."""
     x = contiguous(x.transpose(0, 1))

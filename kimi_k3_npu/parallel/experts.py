@@ -15,13 +15,13 @@ from torch import Tensor
 
 from kimi_k3_npu.ops.device import current
 from kimi_k3_npu.ops.mc2 import (
+    MC2,
     Communicator,
     Exchange,
     ExpertsFunction,
     communicator_buffer,
     communicator_name,
     mc2,
-    refuse_mc2,
 )
 from kimi_k3_npu.ops.op import Choice, Kernel, choose, takes_anything
 from kimi_k3_npu.parallel.groups import Group
@@ -73,7 +73,7 @@ class Mc2:
     def __init__(self, group: Group, num_experts: int, otherwise: ExpertDispatch) -> None:
         self.group, self.num_experts = group, num_experts
         self._kernels = (
-            Kernel("mc2", refuse_mc2, self._mc2),
+            replace(MC2, launch=self._mc2),
             Kernel[Exchange]("alltoall", takes_anything, otherwise),
         )
 
@@ -98,7 +98,7 @@ class Mc2:
     def choose(self, case: Exchange) -> Choice:
         """Which of the two takes `case`: the same on every rank, as every rank has the same case."""
         choice = choose("moe_dispatch", self._kernels, case)
-        if choice.refused and (reason := refuse_mc2(replace(case, rows=1))):
+        if choice.refused and (reason := MC2.refuse(replace(case, rows=1))):
             warnings.warn(f"dispatch=mc2 is never used here, alltoall takes its place: {reason}", stacklevel=2)
         return choice
 

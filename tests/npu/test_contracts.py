@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.overrides import TorchFunctionMode
 
 from kimi_k3_npu import ops
-from kimi_k3_npu.ops import experts
+from kimi_k3_npu.ops import experts, schemas, sgl
 from kimi_k3_npu.ops.device import Device, current, parse_cann
-from kimi_k3_npu.ops.op import CHOSEN, OPS, npu_operators
+from kimi_k3_npu.ops.mc2 import MC2, Communicator
+from kimi_k3_npu.ops.op import CHOSEN, OPS, Kernel, npu_operators
 from tests.npu.emulation import with_sgl_kernel_npu
 from tests.npu.fakes import fake_npu
 
@@ -266,3 +268,54 @@ def test_contract_without_sgl_kernel_npu(name: str, attn_tp: int):
 @pytest.mark.parametrize("name", npu_operators())
 def test_the_dispatcher_has_the_kernel_for_npu_tensors(name: str):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"kimi_k3::{name}", "PrivateUse1")
+
+
+class Watched(TorchFunctionMode):
+    """Notes the needs of every call of torch_npu's operators inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needs: set[str] = set()
+
+    def __torch_function__(
+        self, function: Callable, types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        namespace, _, name = str(function).removesuffix(".default").rpartition(".")
+        if namespace == "npu" and f"torch.ops.npu.{name}" not in sgl.USED:
+            self.needs |= {name, *(f"{name}({option})" for option in kwargs or {})}
+        return function(*args, **(kwargs or {}))
+
+
+#: Those of every operator but the cast, which computes nothing, and but references, which run without torch_npu.
+KERNELS = [
+    (name, kernel)
+    for name, op in npu_operators().items()
+    for kernel in op.kernels
+    if name != "as_nz" and kernel.launch is not op.reference
+]
+
+
+@pytest.mark.parametrize(("name", "kernel"), KERNELS, ids=lambda value: getattr(value, "name", None))
+def test_a_kernel_needs_what_it_passes(name: str, kernel: Kernel):
+    """No more and no less."""
+    soc = "a5" if name == "moe_experts_mxfp4" else "a3"
+    with with_sgl_kernel_npu(), fake_npu(Device(soc, parse_cann("9.1"), frozenset({"sgl_kernel_npu"}))) as empty:
+        arguments, _ = CASES[name](empty, Size(16, 16))
+        with Watched() as watched:
+            kernel.launch(*arguments)
+    assert watched.needs == kernel.needs
+
+
+def test_mc2_needs_what_it_passes():
+    """The A2's call has all that the A3's has."""
+    with fake_npu(Device("a2", parse_cann("9.1"))) as empty:
+        z, weights, ids = routed(empty, Size(16, 16))
+        with Watched() as watched:
+            MC2.launch(z, weights, ids, lambda x, *_: x, 16, Communicator("hccl", 63, 64, 384))
+    assert watched.needs == MC2.needs
+
+
+def test_torch_npu_has_all_that_kernels_need(monkeypatch: pytest.MonkeyPatch):
+    assert list(schemas.missing()) == []
+    monkeypatch.setattr(schemas, "CALLED", {"npu_rms_norm": {"input", "rounding"}, "npu_rms_norms": {"input"}})
+    assert list(schemas.missing()) == ["npu_rms_norm(rounding)", "npu_rms_norms"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kimi_k3_npu.errors import LaunchError
 from kimi_k3_npu.ops import (
     attention,
     experts,
@@ -17,13 +18,19 @@ from kimi_k3_npu.ops import (
     kda_chunk,
     norm,
     nz,
+    q_absorb,
     quant_linear,
     residual,
     routing,
+    schemas,
     situ,
+    v_up,
 )
-from kimi_k3_npu.ops.device import Device, parse_cann
-from kimi_k3_npu.ops.op import Choice
+from kimi_k3_npu.ops.device import Device, assume, parse_cann
+from kimi_k3_npu.ops.mc2 import MC2, Exchange
+from kimi_k3_npu.ops.op import Choice, npu_operators
+from kimi_k3_npu.parallel.experts import Mc2
+from kimi_k3_npu.parallel.groups import Group
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -46,6 +53,8 @@ INT4 = experts_int4.Int4Visit(VISIT, prepared=True)
 CAST = nz.Cast(3584, 3072, False, A3)
 ROWS = quant_linear.Rows(16, 2, BF16, A3)
 LINEAR = quant_linear.Linear(16, 7168, 12288, BF16, FP32, A3)
+BMM = v_up.Bmm(16, 6, 512, 128, BF16, True, A3)
+EXCHANGE = Exchange(64, 896, 16, 3584, 16, BF16, 1 << 40, A3)
 
 #: Operator, a case that its first kernel takes, changes to it that it refuses, and the reason.
 REFUSED: list[tuple[Any, Any, dict[str, Any], str]] = [
@@ -136,3 +145,81 @@ def test_mixtures_of_many_tokens_take_several_launches() -> None:
 def test_a_batch_of_more_sequences_than_one_call_takes_is_still_taken() -> None:
     many = replace(LATENT, tokens=17 * 5000)
     assert attention.latent_attention.choose(many).name == "fia_v2_absorbed"
+
+
+#: Operators with kernels that call torch_npu's, and a case that the first of these takes.
+CALLING: list[tuple[Any, Any]] = [
+    (norm.rms_norm, NORM),
+    (norm.add_rms_norm, NORM),
+    (routing.route, ROUTING),
+    (attention.latent_attention, LATENT),
+    (attention.causal_attention, EXPANDED),
+    (experts.moe_experts, VISIT),
+    (experts.moe_experts_mxfp4, MXFP4),
+    (experts_int4.moe_experts_w4a8, INT4),
+    (experts_int4.moe_experts_int4_group, INT4),
+    (quant_linear.dynamic_quant_int8, ROWS),
+    (quant_linear.w8a8_linear, LINEAR),
+    (q_absorb.q_absorb, BMM),
+    (v_up.v_up, BMM),
+]
+
+
+def lacking(case: Any, *needs: str) -> Any:
+    """The same case where torch_npu is without `needs`."""
+    if hasattr(case, "visit"):
+        return replace(case, visit=lacking(case.visit, *needs))
+    return replace(case, device=replace(case.device, missing=frozenset(needs)))
+
+
+def test_every_kernel_that_calls_torch_npu_is_among_them() -> None:
+    """But for the casts to another layout."""
+    calling = {name for name, op in npu_operators().items() if any(kernel.needs for kernel in op.kernels)}
+    assert {op.name for op, _ in CALLING} == calling
+    needed = frozenset().union(*(kernel.needs for op, _ in CALLING for kernel in op.kernels), MC2.needs)
+    assert {need.partition("(")[0] for need in needed} == set(schemas.CALLED)
+
+
+@pytest.mark.parametrize(("op", "case"), CALLING, ids=lambda value: getattr(value, "name", ""))
+def test_a_kernel_is_refused_where_torch_npu_lacks_what_it_needs(
+    op: Any, case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KIMI_K3_NPU_V_UP", raising=False)
+    first = op.choose(case).kernel
+    assert first.needs
+    for need in first.needs:
+        choice = op.choose(lacking(case, need))
+        refused = [kernel for kernel in op.kernels if need in kernel.needs]
+        assert first in refused
+        assert choice.refused == {kernel.name: f"the installed torch_npu has no {need}" for kernel in refused}
+        assert choice.name == {"v_up": "batch_matmul_transpose", "q_absorb": "bmm"}.get(op.name, "composed")
+    assert op.choose(lacking(case, "npu_of_another_kernel", "torch.ops.npu.another")).kernel is first
+
+
+def test_all_that_is_lacking_is_named() -> None:
+    both = lacking(LINEAR, "npu_quant_matmul(output_dtype)", "npu_dynamic_quant")
+    assert quant_linear.w8a8_linear.choose(both).refused == {
+        "npu_quant_matmul": "the installed torch_npu has no npu_dynamic_quant, npu_quant_matmul(output_dtype)"
+    }
+
+
+def test_a_forced_kernel_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KIMI_K3_NPU_V_UP", "transpose_batchmatmul")
+    with pytest.raises(LaunchError, match=r"torch_npu has no npu_transpose_batchmatmul\(perm_y\)"):
+        v_up.v_up.choose(lacking(BMM, "npu_transpose_batchmatmul(perm_y)"))
+
+
+@pytest.mark.parametrize("need", sorted(MC2.needs))
+def test_rows_travel_otherwise_where_torch_npu_lacks_what_mc2_needs(need: str) -> None:
+    carrier = Mc2(Group("mc2", 0, 64), 896, lambda z, *_: z)
+    assert carrier.choose(EXCHANGE).name == "mc2"
+    with pytest.warns(UserWarning, match="mc2 is never used here, alltoall .*: the installed torch_npu has no npu_moe"):
+        choice = carrier.choose(lacking(EXCHANGE, need))
+    assert (choice.name, choice.refused) == ("alltoall", {"mc2": f"the installed torch_npu has no {need}"})
+
+
+def test_int4_experts_stay_as_they_are_where_no_product_reads_another_order() -> None:
+    """So that they can be expanded."""
+    codes = torch.zeros(1, 8, 1, dtype=torch.int32)
+    with assume(replace(A3, missing=frozenset({"npu_moe_init_routing_v2(active_expert_range)"}))):
+        assert experts_int4.int4_layout_npu(codes, BF16) is codes

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kimi_k3_npu.ops.mc2 import LIMITS, Exchange, refuse_mc2
+from kimi_k3_npu.ops.mc2 import LIMITS, MC2, Exchange
 from kimi_k3_npu.parallel.groups import Group
 from kimi_k3_npu.plan.finding import Finding
 from kimi_k3_npu.plan.memory import MEGABYTE
@@ -26,7 +26,7 @@ def mc2(subject: Subject) -> Iterator[Finding]:
     if not of or not of.layout.uses_all_to_all or subject.device.soc == "cpu" or not of.requests:
         return
     rows, own = of.decode_rows, max(Group("attn_tp", size=of.layout.attn_tp).chunks(of.decode_rows))
-    if of.layout.moe_dispatch == "mc2" and (reason := refuse_mc2(_exchange(subject, of, own))):
+    if of.layout.moe_dispatch == "mc2" and (reason := MC2.refuse(_exchange(subject, of, own))):
         yield Finding(
             "error", "mc2", f"a decode step does not fit MC2: {reason}", "run fewer requests, or use alltoall"
         )
