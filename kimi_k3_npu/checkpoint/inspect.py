@@ -55,7 +55,7 @@ def inspect(folder: str | Path) -> Inspection:
         dtypes[_dtype(entry.dtype)] += entry.nbytes
     return Inspection(
         storage=found.storage.name if found.storage else None,
-        experts=found.storage.experts.name if found.storage else None,
+        experts=found.storage.experts.title if found.storage else None,
         tensors=len(entries),
         shards=len({entry.file for entry in entries}),
         bytes=found.checkpoint.total_bytes,
