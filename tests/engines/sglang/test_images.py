@@ -165,7 +165,6 @@ class TestWanted:
         assert not wanted(str(tiny), False)
         for name in ("k3", "k3-deep"):
             assert not wanted(str(ORACLES / name), None)
-        assert not wanted("moonshotai/some-name-on-a-hub", None)
         assert not caplog.records
         assert not wanted(str(ORACLES / "k3-vision"), None)
         assert "has no preprocessor_config.json, which says how images are prepared" in caplog.text
@@ -175,7 +174,6 @@ class TestWanted:
         [
             (ORACLES / "k3", "has no vision weights"),
             (ORACLES / "k3-vision", "has no preprocessor_config.json"),
-            ("hub/name", "is no folder on this machine"),
         ],
     )
     def test_asked_in_vain(self, path: Any, why: str) -> None:
@@ -184,3 +182,15 @@ class TestWanted:
 
         with pytest.raises(LaunchError, match=f"--enable-multimodal .* {why}"):
             wanted(str(path), True)
+
+    @pytest.mark.parametrize("asked", [None, True])
+    def test_a_name_on_a_hub_that_cannot_be_had(self, asked: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Images are not switched off in silence."""
+        from huggingface_hub import constants
+
+        from kimi_k3_npu.engines.sglang.images import wanted
+        from kimi_k3_npu.errors import LaunchError
+
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(LaunchError, match="--model-path hub/name is not a folder on this machine, and cannot be"):
+            wanted("hub/name", asked)
