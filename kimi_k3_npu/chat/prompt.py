@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from kimi_k3_npu.chat.calls import ChatError, Message
+from kimi_k3_npu.chat.calls import ChatError, Message, with_results_in_order
 from kimi_k3_npu.chat.render import IMAGE_PARTS, encode, image_prompt, render
 from kimi_k3_npu.images import ImageBatch, ImageError, ImageSettings, open_image
 from kimi_k3_npu.tokenizer import Tokenizer
@@ -61,12 +61,13 @@ def text_prompt(
 
 
 def images_of(messages: Sequence[Message]) -> list[Image.Image]:
-    """The images of all messages in order, those that are named read from where they are.
+    """The images of all messages in the order in which the prompt has them, those that are named read from where they
+    are.
 
     A part holds a PIL image, a path, bytes or a `data:` URL as `image`, `image_url` (OpenAI's form), `path` or `url`.
     """
     parts: list[Any] = []
-    for message in messages:
+    for message, _ in with_results_in_order(messages):
         content = message.get("content") if isinstance(message, dict) else None
         parts += content if isinstance(content, (list, tuple)) else []
     return [_image(part) for part in parts if isinstance(part, dict) and part.get("type") in IMAGE_PARTS]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kimi_k3_npu.chat.calls import with_results_in_order
 from kimi_k3_npu.chat.conversation import parse_conversation
 from kimi_k3_npu.chat.parse import Answer, AnswerParser, Delta, ToolCall, parse_answer, pieces_of_text
 from kimi_k3_npu.chat.render import Segment, encode, image_prompt, render
@@ -89,7 +90,9 @@ CONVERSATIONS = st.lists(
 
 
 def sizes(messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    parts = [part for message in messages for part in message.get("content", []) if isinstance(part, dict)]
+    """Of the images, in the order in which the prompt has them."""
+    ordered = (message for message, _ in with_results_in_order(messages))
+    parts = [part for message in ordered for part in message.get("content", []) if isinstance(part, dict)]
     return [part["size"] for part in parts if part["type"] == "image"]
 
 
@@ -148,8 +151,18 @@ def with_arguments_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
+def answered_in_reverse() -> list[dict[str, Any]]:
+    """Two results with an image each, in another order than the calls: the images are reordered with them."""
+    calls = [{"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": {}}} for i in range(2)]
+    results = [
+        {"role": "tool", "tool_call_id": f"c{i}", "content": [{"type": "image", "size": (1, 2 + i)}]} for i in (1, 0)
+    ]
+    return [{"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": calls}, *results]
+
+
 @settings(max_examples=200)
 @given(messages=CONVERSATIONS, thinking=st.booleans())
+@example(messages=answered_in_reverse(), thinking=False)
 def test_round_trip(tokenizers: dict[str, Tokenizer], messages: list[dict[str, Any]], thinking: bool) -> None:
     images = [image_prompt(*size) for size in sizes(messages)]
     segments = render(messages, thinking=thinking, images=images)
