@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kimi_k3_npu import __version__, load_model
+from kimi_k3_npu.checkpoint.convert import convert
 from kimi_k3_npu.cli import main
 from kimi_k3_npu.resources import resource_path
 from kimi_k3_npu.tiny import write_tiny
@@ -406,6 +407,12 @@ class TestInfo:
         formats = {"k3": "plain", "k3-mxfp4": "MXFP4 experts", "k3-w4a8": "ModelSlim", "kimi-linear-flat": "plain"}
         for name, layout in formats.items():
             assert json.loads(run("info", oracle(name).folder, "--json").out)["weights"]["format"] == layout
+
+    def test_the_format_of_a_converted_folder(
+        self, oracle: Callable[[str], Any], run: Callable, tmp_path: Path
+    ) -> None:
+        convert(oracle("k3-mxfp4").folder, tmp_path / "out", "int4x2")
+        assert json.loads(run("info", tmp_path / "out", "--json").out)["weights"]["format"] == "int4x2 experts"
 
     def test_words(self, run: Callable[..., Result], tiny: Path, oracle: Callable) -> None:
         words = run("info", tiny).out

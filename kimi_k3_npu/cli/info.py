@@ -87,6 +87,7 @@ def _stored(folder: Path, config: KimiK3Config) -> Stored | None:
     """What the folder's shards hold; None if there are none."""
     from kimi_k3_npu.checkpoint.folder import has_weights
     from kimi_k3_npu.checkpoint.reader import Checkpoint
+    from kimi_k3_npu.formats import FORMATS
 
     if not has_weights(folder):
         return None
@@ -96,8 +97,8 @@ def _stored(folder: Path, config: KimiK3Config) -> Stored | None:
         dtypes[str(entry.dtype).removeprefix("torch.")] += entry.nbytes
     if (folder / "quant_model_description.json").is_file():
         layout = "ModelSlim"
-    elif config.quantization == "mxfp4":
-        layout = "MXFP4 experts"
+    elif config.quantization:
+        layout = f"{FORMATS[config.quantization].title} experts"
     else:
         layout = "plain"
     files = {entry.file for entry in entries}
